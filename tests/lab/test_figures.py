@@ -18,26 +18,29 @@ from flwr_ppsgd.lab.summary import best, frame_of, means, summarise
 
 def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:
     """ε is 10·round/z."""
-    clip_norm = None if z is None else 1.0
-    point = GridPoint(1, a, step, z, clip_norm)
+    point = GridPoint(1, a, step, z, None if z is None else 1.0)
     epsilon = 0.0
     if z is not None:
         epsilon = 10 * round_ / z if z else math.inf
-    return SweepRow(point, round_, {"loss": value}, deployed_epsilon=epsilon, **more)
+    return replace(SweepRow(point, round_, {"loss": value}, deployed_epsilon=epsilon), **more)
 
 
 def reseeded(own: SweepRow, seed: int) -> SweepRow:
     return replace(own, point=replace(own.point, seed=seed))
 
 
-def remeasured(own: SweepRow, **measures: float) -> SweepRow:
-    return replace(own, measures=measures)
-
-
 def curve(a: float, step: float, z: float | None, *values: float) -> list[SweepRow]:
     """At rounds 0, 5 and 9."""
-    rounds = (0, 5, 9)
-    return [row(a, step, z, t, value) for t, value in zip(rounds, values, strict=True)]
+    return [row(a, step, z, t, value) for t, value in zip((0, 5, 9), values, strict=True)]
+
+
+def only(loss: float, step: float = 0.1, **measures: float) -> SweepRow:
+    """The last row of αQ = .3 at z = 1, with these measures beside the loss."""
+    return row(0.3, step, 1.0, 9, loss, measures={"loss": loss, **measures})
+
+
+def lost(seed: int = 1, step: float = 0.9) -> SweepRow:
+    return reseeded(row(0.3, step, 1.0, 5, 1.0, diverged=True), seed)
 
 
 ROWS = [
@@ -66,31 +69,33 @@ def test_the_step_is_chosen_anew_at_each_round() -> None:
 
 
 def test_the_best_accuracy_is_the_highest() -> None:
-    rows = [remeasured(r, accuracy=r.measures["loss"]) for r in ROWS]
+    rows = [replace(r, measures={"accuracy": r.measures["loss"]}) for r in ROWS]
     assert best_of(rows, "accuracy").query("round == 9")["step"].item() == 0.2
 
 
 def test_seeds_are_averaged_before_anything_is_chosen() -> None:
     """A setting that is lucky once does not win; one that diverged for a seed is out."""
-    lucky = [row(0.3, 0.1, 1.0, 9, 0.0), reseeded(row(0.3, 0.1, 1.0, 9, 10.0), 2)]
-    steady = [reseeded(row(0.3, 0.2, 1.0, 9, 4.0), seed) for seed in (1, 2)]
-    lost = [
-        row(0.3, 0.3, 1.0, 5, 0.1),
-        reseeded(row(0.3, 0.3, 1.0, 5, 0.1, diverged=True), 2),
-        row(0.3, 0.3, 1.0, 9, 0),
-    ]
+    lucky = [only(0.0), reseeded(only(10.0), 2)]
+    steady = [reseeded(only(4.0, step=0.2), seed) for seed in (1, 2)]
     found = best_of([*lucky, *steady])
     assert found[["step", "value", "seeds"]].to_numpy().tolist() == [[0.2, 4.0, 2]]
-    assert 5 not in means(frame_of(lost), "loss")["round"].tolist()
+    once = [row(0.3, 0.3, 1.0, 5, 0.1), lost(2, step=0.3), only(0.0, step=0.3)]
+    assert 5 not in means(frame_of(once), "loss")["round"].tolist()
 
 
 def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
     """At z = 5 local learning is best, at no cost; ε is that of the setting it is compared with."""
-    table = summarise(ROWS).table.to_dict("records")
-    assert [
-        (r["noise-multiplier"], r["deployed_epsilon"], r["alpha-q"], r["loss"]) for r in table
-    ] == [(1.0, 90.0, 0.3, 1.0), (5.0, 18.0, 0.0, 3.0)]
-    assert [(r["local"], r["global"]) for r in table] == [(3.0, 2.0), (3.0, 7.5)]
+    table = summarise(ROWS).table
+    names = ["noise-multiplier", "deployed_epsilon", "alpha-q", "loss", "local", "global"]
+    rows = table[names].to_numpy().tolist()
+    assert rows == [[1.0, 90.0, 0.3, 1.0, 3.0, 2.0], [5.0, 18.0, 0.0, 3.0, 3.0, 7.5]]
+
+
+def table_in(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV, which begins with the caveat."""
+    caveat, *lines = path.read_text(encoding="utf-8").splitlines()
+    assert caveat == f"# {CAVEAT}"
+    return list(csv.DictReader(lines))
 
 
 def test_every_figure_and_table_is_written_with_its_caveat(tmp_path: Path) -> None:
@@ -102,56 +107,48 @@ def test_every_figure_and_table_is_written_with_its_caveat(tmp_path: Path) -> No
     assert "as if it alone had been run" in CAVEAT
     assert "choosing among settings is not covered" in CAVEAT
     for name in pictures:
-        height, width, _ = imread(tmp_path / f"{name}.png").shape
-        assert min(height, width) > 400
+        assert min(imread(tmp_path / f"{name}.png").shape[:2]) > 400
     assert [r["alpha-q"] for r in table_in(tmp_path / "best.csv")] == ["0.3", "0.0"]
-    of_first = [
-        (r["round"], r["value"], r["step"])
-        for r in table_in(tmp_path / "figure-1.csv")
-        if (r["curve"], r["noise-multiplier"]) == ("αQ = 0.3", "1.0")
-    ]
-    assert of_first == [("0", "8.0", "0.1"), ("5", "2.0", "0.2"), ("9", "1.0", "0.1")]
+    first = table_in(tmp_path / "figure-1.csv")
+    ours = [r for r in first if (r["curve"], r["noise-multiplier"]) == ("αQ = 0.3", "1.0")]
+    found = [(r["round"], r["value"], r["step"]) for r in ours]
+    assert found == [("0", "8.0", "0.1"), ("5", "2.0", "0.2"), ("9", "1.0", "0.1")]
 
 
-def table_in(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV, which begins with the caveat."""
-    caveat, *lines = path.read_text(encoding="utf-8").splitlines()
-    assert caveat == f"# {CAVEAT}"
-    return list(csv.DictReader(lines))
+ALONE = [r for r in ROWS if r.point.alpha_q == 0]
+SILENT = [row(0.3, 0.1, 0.0, t, 1.0 + t) for t in (0, 5)]
 
 
-@pytest.mark.parametrize("kept", ["local", "no noise", "unfinished"])
-def test_what_is_missing_is_left_out(tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("rows", [ALONE, SILENT, ROWS[:5]], ids=["local", "no noise", "under way"])
+def test_what_is_missing_is_left_out(tmp_path: Path, rows: list[SweepRow]) -> None:
     """Local learning alone, z = 0 alone, and a sweep under way still make a picture."""
-    rows = {
-        "local": [r for r in ROWS if r.point.alpha_q == 0],
-        "no noise": [row(0.3, 0.1, 0.0, t, 1.0 + t) for t in (0, 5)],
-        "unfinished": ROWS[:5],
-    }[kept]
     _, written = draw_sweep(rows, tmp_path)
     assert (tmp_path / "figure-1.png") in written
     assert all(path.exists() for path in written)
 
 
 def test_a_sweep_in_which_all_diverged_is_a_result_with_advice(tmp_path: Path) -> None:
-    text, written = draw_sweep([row(0.3, 0.1, 1.0, 5, 1.0, diverged=True)], tmp_path)
+    text, written = draw_sweep([lost(step=0.1)], tmp_path)
     assert "1 settings, 1 of them diverged: there is nothing to compare" in text
     assert "--set step=[0.00333333, 0.01]" in text
     assert [path.name for path in written] == ["best.csv"]
 
 
 def test_diverged_settings_are_counted_once_whatever_their_seeds() -> None:
-    lost = [reseeded(row(0.3, 0.9, 1.0, 5, 1.0, diverged=True), seed) for seed in (1, 2)]
-    assert "7 settings, 1 of them diverged." in summarise([*ROWS, *lost]).text()
+    assert "7 settings, 1 of them diverged." in summarise([*ROWS, lost(1), lost(2)]).text()
+
+
+def drawn(figure: Any, rows: Sequence[SweepRow]) -> Any:
+    """What ``figure_1`` or ``figure_2`` draws of these rows."""
+    found = figure(summarise(rows))
+    assert found is not None
+    return found[0]
 
 
 def test_the_ordinate_is_set_by_what_converged() -> None:
     """A setting that goes up to a million without being called diverged does not flatten all."""
     wild = curve(0.3, 0.1, 1.0, 8.0, 1e6, 1.0)
-    found = summarise([*ROWS[:3], *wild, *ROWS[-6:]])
-    drawn = figure_1(found)
-    assert drawn is not None
-    low, high = drawn[0].axes[0].get_ylim()
+    low, high = drawn(figure_1, [*ROWS[:3], *wild, *ROWS[-6:]]).axes[0].get_ylim()
     assert low < 3 < high < 100
 
 
@@ -161,15 +158,9 @@ def test_a_best_setting_at_the_end_of_a_list_is_said_with_the_next_value() -> No
     assert "--extend adds 0.05" in summarise(ROWS).text()
 
 
-def validated(own: SweepRow, chosen_by: float) -> SweepRow:
-    """With ``chosen_by`` on validation rows, and what it had on test rows."""
-    return replace(own, measures={"validation_loss": chosen_by, **own.measures})
-
-
 def test_settings_are_chosen_on_validation_rows_and_reported_on_test_rows() -> None:
     """Step 0.1 is better on validation rows, step 0.2 on test rows: 2.5 - 2 is the optimism."""
-    rows = [validated(row(0.3, 0.1, 1.0, 9, 2.5), 1.0), validated(row(0.3, 0.2, 1.0, 9, 2.0), 1.5)]
-    found = summarise(rows)
+    found = summarise([only(2.5, validation_loss=1.0), only(2.0, step=0.2, validation_loss=1.5)])
     (cells,) = found.table.to_dict("records")
     assert (cells["step"], cells["validation_loss"], cells["loss"]) == (0.1, 1.0, 2.5)
     assert cells["if chosen on test"] == 2.0
@@ -182,24 +173,22 @@ def test_what_beats_no_answer_without_features_is_said() -> None:
         SweepRow(GridPoint(0, 0.0, 0.0, None, None, method), 9, {"rmse": value})
         for method, value in (("trivial", 3.0), ("own-trivial", 2.0))
     ]
-    found = summarise([remeasured(row(0.3, 0.1, 1.0, 9, 1.0), rmse=1.0), *trivial])
+    found = summarise([only(1.0, rmse=1.0), *trivial])
     assert found.table["trivial"].tolist() == [2.0]
     assert "Without features, with each user's own: 2." in found.text()
     assert "No setting beats" not in found.text()
-    worse = summarise([remeasured(row(0.3, 0.1, 1.0, 9, 1.0), rmse=2.5), *trivial])
+    worse = summarise([only(1.0, rmse=2.5), *trivial])
     assert "No setting beats the better answer without features at noise z = 1:" in worse.text()
 
 
 def test_bands_and_error_bars_are_one_standard_error_over_seeds() -> None:
-    rows = [reseeded(own, seed) for own in ROWS[:6] for seed in (1, 2)]
-    rows = [remeasured(own, loss=own.measures["loss"] + own.point.seed) for own in rows]
-    found = summarise(rows)
-    drawn = figure_1(found)
-    assert drawn is not None
-    assert drawn[0].axes[0].collections
-    drawn = figure_2(found)
-    assert drawn is not None
-    assert drawn[0].axes[0].containers
+    rows = [
+        reseeded(replace(own, measures={"loss": own.measures["loss"] + seed}), seed)
+        for own in ROWS[:6]
+        for seed in (1, 2)
+    ]
+    assert drawn(figure_1, rows).axes[0].collections
+    assert drawn(figure_2, rows).axes[0].containers
 
 
 def test_no_two_curves_look_alike() -> None:
@@ -211,45 +200,37 @@ def test_no_two_curves_look_alike() -> None:
 
 
 def ending_row(a: float, z: float | None, accuracy: float, method: str = PPSGD) -> SweepRow:
-    own = row(a, 0.1, z, 9, 0.0)
-    measures = {"loss": 1 - accuracy, "accuracy": accuracy}
-    return replace(own, point=replace(own.point, method=method), measures=measures)
-
-
-ENDS = [
-    ending_row(0.0, None, 0.675),
-    ending_row(math.inf, 1.0, 0.525),
-    ending_row(0.3, 1.0, 0.775),
-    ending_row(math.inf, 1.0, 0.7, method="fine-tuned"),
-    ending_row(math.inf, 1.0, 0.6, method="fedavg"),
-]
+    own = row(a, 0.1, z, 9, 0.0, measures={"loss": 1 - accuracy, "accuracy": accuracy})
+    return replace(own, point=replace(own.point, method=method))
 
 
 def test_baselines_have_columns_of_their_own() -> None:
     """They are neither global learning nor chosen as the best setting."""
-    (best,) = summarise(ENDS).table.to_dict("records")
-    assert {
-        name: best[name] for name in ("local", "global", "personalized", "fine-tuned", "fedavg")
-    } == pytest.approx(
-        {"local": 0.675, "global": 0.525, "personalized": 0.775, "fine-tuned": 0.7, "fedavg": 0.6}
-    )
+    ends = {
+        "local": ending_row(0.0, None, 0.675),
+        "global": ending_row(math.inf, 1.0, 0.525),
+        "personalized": ending_row(0.3, 1.0, 0.775),
+        "fine-tuned": ending_row(math.inf, 1.0, 0.7, method="fine-tuned"),
+        "fedavg": ending_row(math.inf, 1.0, 0.6, method="fedavg"),
+    }
+    (best,) = summarise(list(ends.values())).table.to_dict("records")
+    accuracies = {name: own.measures["accuracy"] for name, own in ends.items()}
+    assert {name: best[name] for name in ends} == pytest.approx(accuracies)
 
 
 def test_the_standard_error_is_over_seeds() -> None:
     """Values 1, 2, 3: standard deviation 1, over √3."""
-    rows = [reseeded(row(0.3, 0.1, 1.0, 9, float(seed)), seed) for seed in (1, 2, 3)]
+    rows = [reseeded(only(float(seed)), seed) for seed in (1, 2, 3)]
     assert summarise(rows).table["standard error"].tolist() == pytest.approx([1 / math.sqrt(3)])
 
 
 def test_labels_are_not_wider_than_their_panels() -> None:
     """The longest one, of the paper's ε: drawn, it stays within the panels side by side."""
     rows = [replace(r, paper_epsilon=0.1) for r in ROWS]
-    found = summarise(rows)
-    assert "not a guarantee" in found.text()
-    drawn = figure_1(found)
-    assert drawn is not None
-    drawn[0].draw_without_rendering()
-    for panel in drawn[0].axes:
+    assert "not a guarantee" in summarise(rows).text()
+    figure = drawn(figure_1, rows)
+    figure.draw_without_rendering()
+    for panel in figure.axes:
         width = panel.get_window_extent().width
         for top in panel.child_axes:
             label = top.xaxis.get_label()
