@@ -1,8 +1,8 @@
-"""What α is compared with, at the same clip norm, noise and charge: fine-tuning after global
-learning, and local steps (private FedAvg).
+"""Two baselines at the same clip norm, noise and charge: fine-tuning after global learning, and
+local steps (private FedAvg).
 
 Local learning (α = 0) and global learning (α = ∞) are settings of the algorithm itself. Solved
-personal models, around any w or around none, are those of ``evaluation``.
+personal models are measured in ``evaluation``.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ class LocalStepsEngine(LinearEngine):
     """Private FedAvg: users send the mean gradient along k local steps, (w − w_k)/(s·k), and w
     moves by s·k times the noisy mean of what they send.
 
-    It is clipped, summed and charged like a single gradient; with k = 1 this is global learning.
-    Nobody has a θ: w_k − w is forgotten after each round.
+    The mean is clipped, summed and charged like a single gradient; with k = 1 this is global
+    learning. There is no θ: w_k − w is dropped after each round.
 
     Args:
         population: everyone's data.
-        settings: they share the kind of cohort and M; only s = ``steps.shared`` is used.
+        settings: all with the same cohort and M; only s = ``steps.shared`` is used.
         seed: as in ``LinearEngine``.
         dtype: the precision of w.
-        local_steps: k, the number of local steps in a round; each has a minibatch of its own.
+        local_steps: k, the number of local steps in a round; each draws a new minibatch.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class LocalStepsEngine(LinearEngine):
 def fine_tune(
     table: FinitePopulation, w: Matrix, steps: Sequence[float], passes: float = 5.0
 ) -> list[dict[str, float]]:
-    """For each w, what users measure who train θ_i alone on top of it, with the best of ``steps``.
+    """For each w, the measures after users train θ_i on top of it, with the best of ``steps``.
 
-    The best step is chosen on validation rows if there are any. Free of charge: it uses the
+    The best step is chosen on validation rows if there are any. It costs no ε: it uses the
     published w and the user's own data (billboard lemma).
 
     Args:
@@ -93,25 +93,29 @@ def fine_tune(
         steps: the step sizes to try.
         passes: the number of passes over each user's own rows.
     """
-    numbers = int(table.widths.sum()) * len(steps) * table.outputs  # of θ, for each w
+    thetas = len(steps) * table.outputs  # columns of θ for each w
+    numbers = int(table.widths.sum()) * thetas
     at_once = max(1, NUMBERS_AT_ONCE // numbers)
     found: list[dict[str, float]] = []
     for start in range(0, w.shape[1], at_once):
-        measures = _fine_tuned(table, w[:, start : start + at_once], steps, passes)
+        some = w[:, start : start + at_once]
+        measures = _measure_each_step(table, some, steps, passes)
         for first in range(0, len(measures), len(steps)):
-            found.append(_best_of(measures[first : first + len(steps)]))
+            of_one_w = measures[first : first + len(steps)]
+            found.append(_best_measures(of_one_w))
     return found
 
 
-def _fine_tuned(
+def _measure_each_step(
     table: FinitePopulation, w: Matrix, steps: Sequence[float], passes: float
 ) -> list[dict[str, float]]:
-    """The measures of every w with every step: each is a setting of local learning."""
+    """The measures of every w with every step; each pair is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
     settings = [EngineSetting(silent, Steps(0.0, step)) for step in steps] * w.shape[1]
     start = np.repeat(w, len(steps), axis=1)
     engine = LinearEngine(table, settings, seed=0, dtype=w.dtype, w=start)
-    most = np.maximum(1, np.rint(passes * table.sizes / table.counts))
+    visits = passes * table.sizes / table.counts
+    most = np.maximum(1, np.rint(visits))
     for visit in range(1, int(most.max()) + 1):
         engine.visits[:] = visit
         engine.visit(np.flatnonzero(most >= visit))
@@ -119,8 +123,9 @@ def _fine_tuned(
     return [measures[place] for place in range(len(settings))]
 
 
-def _best_of(measures: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The best by the measure that settings are compared by; NaN is never the best."""
+def _best_measures(measures: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The best by ``measure_of``; NaN is never the best."""
     name = measure_of(measures[0])
     errors = np.array([badness(name, each[name]) for each in measures])
-    return measures[int(np.argmin(np.nan_to_num(errors, nan=np.inf)))]
+    errors = np.nan_to_num(errors, nan=np.inf)
+    return measures[int(np.argmin(errors))]

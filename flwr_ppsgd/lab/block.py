@@ -1,6 +1,6 @@
-"""Blocks of a sweep: many settings side by side on one engine, and the rows they give.
+"""Blocks of a sweep: many settings side by side on one engine, and their rows.
 
-Blocks are decided once, from the memory there is, and kept with the results: a sweep that was
+Blocks are planned once, from the memory available, and saved with the results: a sweep that was
 interrupted runs the blocks that are missing, and ends with the same rows.
 """
 
@@ -38,7 +38,7 @@ from flwr_ppsgd.wire import Order
 DIGITS = 10  # of a measure over all users in a row
 MEGABYTE = 1e6
 
-OnBlockRound: TypeAlias = Callable[[int], None]  # gets the number of rounds done
+OnBlockRound: TypeAlias = Callable[[int], None]  # called with the number of rounds done
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class BlockPlan:
     Args:
         blocks: the settings of each block.
         jobs: the number of blocks that run at the same time.
-        bytes: what the largest block takes.
-        limit: what all blocks that run at the same time may take.
+        bytes: of memory, for the largest block.
+        limit: of memory in bytes, for all blocks that run at the same time.
     """
 
     blocks: tuple[tuple[GridPoint, ...], ...]
@@ -67,9 +67,9 @@ class BlockPlan:
 
 
 def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
-    """As few blocks as memory allows and ``jobs`` workers need.
+    """The smallest number of blocks that fit in memory and occupy ``jobs`` workers.
 
-    Each holds settings of one seed and one method; the recipe runs one setting at a time.
+    A block holds settings of one seed and one method; the recipe runs one setting at a time.
     """
     points = sweep.points()
     task = sweep.base.task
@@ -86,13 +86,13 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     while most > 1 and task.bytes(most) > memory / jobs:
         most -= 1
     seeds = sorted({point.seed for point in points})
+    jobs_per_seed = math.ceil(jobs / len(seeds))
     blocks: list[tuple[GridPoint, ...]] = []
     side_by_side = 0  # settings of the largest block on an engine
     for seed, method in itertools.product(seeds, methods):
         own = [point for point in points if (point.seed, point.method) == (seed, method)]
         needed = len(own) if method == AUTO else math.ceil(len(own) / most)
-        wanted = min(math.ceil(jobs / len(seeds)), len(own))
-        parts = max(needed, wanted)
+        parts = max(needed, min(jobs_per_seed, len(own)))
         blocks += [tuple(own[part::parts]) for part in range(parts)]
         if method != AUTO:
             side_by_side = max(side_by_side, math.ceil(len(own) / parts))
@@ -136,7 +136,7 @@ def run_block(
 
 
 def _block_engine(base: Experiment, points: Sequence[GridPoint]) -> Engine:
-    """Of the algorithm, or of private FedAvg, for all settings of a block."""
+    """The engine of a block's method for all of its settings."""
     settings = []
     for point in points:
         changes: dict[str, Any] = {"step": point.step, "alpha_q": point.alpha_q}
@@ -155,7 +155,7 @@ def _block_engine(base: Experiment, points: Sequence[GridPoint]) -> Engine:
 
 
 def _recipe_row(base: Experiment, point: GridPoint) -> SweepRow:
-    """The one row of the recipe, after its own number of rounds."""
+    """The only row of the recipe, after its last round."""
     experiment = recipe_of(base, point)
     outcome = train_in_process(experiment)
     w = Layout.of(outcome.w).flatten(outcome.w)
@@ -169,7 +169,7 @@ def _recipe_row(base: Experiment, point: GridPoint) -> SweepRow:
 
 
 def _fine_tuned_measures(base: Experiment, engine: Engine) -> list[dict[str, float]]:
-    """What users reach who fine-tune the final w of global learning on their own."""
+    """The measures after users fine-tune the final w of global learning."""
     table = cast(FinitePopulation, cast(LinearTask, base.task).population())
     each = [engine.w(place).reshape(table.features, -1) for place in engine.places]
     w = np.stack(each, axis=1).astype(base.precision)  # d × settings × K
@@ -177,7 +177,7 @@ def _fine_tuned_measures(base: Experiment, engine: Engine) -> list[dict[str, flo
 
 
 def _solved_measures(base: Experiment, engine: Engine) -> list[dict[str, float]]:
-    """What users reach who make the recipe's personal models around w, as if it had no noise."""
+    """The measures of the recipe's personal models around w, as if w had no noise."""
     ws = [engine.w(place) for place in engine.places]
     on_test = results_of(base.task.learner, ws, range(base.training.population), None)
     on_validation = _validation_results(base, ws, None)
@@ -190,7 +190,7 @@ def _solved_measures(base: Experiment, engine: Engine) -> list[dict[str, float]]
 def _validation_results(
     experiment: Experiment, ws: Sequence[Vector], order: Order | None
 ) -> list[list[UserResult]]:
-    """Each user's results with each w on the rows that are set apart for choosing, if there are."""
+    """Each user's results with each w on validation rows; empty lists without such rows."""
     if experiment.problem.select_on != "validation":
         return [[] for _ in ws]
     learner_of = functools.partial(experiment.task.learner, on_validation=True)
@@ -198,7 +198,7 @@ def _validation_results(
 
 
 def _sweep_row(point: GridPoint, round_: int, measures: Mapping[str, float]) -> SweepRow:
-    """With the measures that are finite, and few digits."""
+    """A row with the finite measures, rounded to ``DIGITS``."""
     finite = {}
     for name, value in measures.items():
         if math.isfinite(value):

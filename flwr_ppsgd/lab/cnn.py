@@ -20,18 +20,18 @@ def paper_cnn(
     """(w + θ_i)ᵀΦ_W(x) for images of 28 × 28 pixels, each one row of 784 numbers.
 
     It has 26,000 shared parameters with 10 classes. (W, w) is one flat vector, so one clip covers
-    both. As in the authors' code w starts at random too, and the loss is ``mean_square``.
+    both. As in the authors' code, w starts at random values and the loss is ``mean_square``.
 
     Args:
-        seed: decides the initial values, alone; they are public.
+        seed: of the initial values, which are public.
         classes: the number of outputs.
         dtype: of the parameters.
     """
     generator = torch.Generator().manual_seed(seed)
-    network = _network()
-    for part in network:
-        if isinstance(part, nn.Conv2d | nn.Linear):
-            _start(part, generator)
+    network = _make_network()
+    for layer in network:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            _initialise(layer, generator)
     head = torch.randn(FEATURES, classes, generator=generator) / math.sqrt(FEATURES)
     return AdditiveHead(network.to(dtype), FEATURES, classes, loss=mean_square, head=head)
 
@@ -41,14 +41,14 @@ def mean_square(prediction: Tensor, y: Tensor) -> Tensor:
 
     Args:
         prediction: samples × K.
-        y: class numbers, whose targets are one-hot minus .1; or the targets themselves.
+        y: class numbers, or the targets themselves: see ``shifted_targets``.
     """
     targets = shifted_targets(y, prediction.shape[1]).to(prediction.dtype)
     return ((prediction - targets) ** 2).mean(dim=1)
 
 
 def shifted_targets(y: Tensor, outputs: int) -> Tensor:
-    """One-hot minus .1 for class numbers; targets as they are.
+    """One-hot minus .1 for class numbers; floating-point targets unchanged.
 
     Args:
         y: class numbers, or samples × K.
@@ -60,7 +60,7 @@ def shifted_targets(y: Tensor, outputs: int) -> Tensor:
     return (y[:, None] == classes).double() - SHIFT  # .1 in float32 is not .1
 
 
-def _network() -> nn.Sequential:
+def _make_network() -> nn.Sequential:
     """Φ_W.
 
     "Same" padding of 28 pixels at stride 2 needs 13·2 + 8 − 28 = 6 more pixels: 3 on each side.
@@ -79,10 +79,10 @@ def _network() -> nn.Sequential:
     )
 
 
-def _start(part: nn.Conv2d | nn.Linear, generator: torch.Generator) -> None:
-    """Glorot's normal kernels, and biases of 1e-6 (convolutions) or 1e-2 (dense), as in the
-    authors' framework."""
-    nn.init.xavier_normal_(part.weight, generator=generator)
-    if part.bias is not None:
-        std = 1e-6 if isinstance(part, nn.Conv2d) else 1e-2
-        nn.init.normal_(part.bias, 0.0, std, generator=generator)
+def _initialise(layer: nn.Conv2d | nn.Linear, generator: torch.Generator) -> None:
+    """Glorot's normal kernels, and normal biases with deviation 1e-6 (convolutions) or 1e-2
+    (dense), as in the authors' framework."""
+    nn.init.xavier_normal_(layer.weight, generator=generator)
+    if layer.bias is not None:
+        std = 1e-6 if isinstance(layer, nn.Conv2d) else 1e-2
+        nn.init.normal_(layer.bias, 0.0, std, generator=generator)

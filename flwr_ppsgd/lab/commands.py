@@ -353,6 +353,7 @@ def predict_rows(
     user: UserOption = None,
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
+    from flwr_ppsgd.database import PRIVATE_FILE
     from flwr_ppsgd.lab import disk
     from flwr_ppsgd.lab.predict import predict_file
 
@@ -360,7 +361,7 @@ def predict_rows(
         raise ValueError(f"{out} is there already: choose another file with --out")
     found = predict_file(directory, data, user, schema)
     text = found.to_csv(index=False, lineterminator="\n")
-    disk.write_text(out, text, mode=disk.PRIVATE_FILE)
+    disk.write_text(out, text, mode=PRIVATE_FILE)
     counts = found["model"].value_counts().items()
     words = ", ".join(f"{count:,} {model}" for model, count in counts)
     show(f"Written: {out} ({len(found):,} rows: {words}). For its users' eyes alone.")

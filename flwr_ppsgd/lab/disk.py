@@ -1,4 +1,4 @@
-"""Files that survive a crash, for results and sweeps: complete or not there."""
+"""Crash-safe writes for results and sweeps: a file is complete or absent."""
 
 import os
 from collections.abc import Iterator
@@ -8,14 +8,12 @@ from typing import BinaryIO
 
 from flwr_ppsgd import database
 
-PRIVATE_FILE = database.PRIVATE_FILE
-
 
 @contextmanager
 def open_replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of ``path`` in one move when the block ends.
+    """A file to write, which replaces ``path`` in one move when the block ends.
 
-    After a failure the old file is as it was.
+    After a failure the old file is unchanged.
 
     Args:
         path: the file to replace, or a new one.
@@ -36,13 +34,13 @@ def open_replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replace ``path`` by a text, in one move; ``mode`` as of ``open_replacement``."""
+    """Replace ``path`` by a text, in one move; ``mode`` as in ``open_replacement``."""
     with open_replacement(path, mode=mode) as file:
         file.write(text.encode())
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file, which is made if it is missing. Then it is on the disk."""
+    """Add to the end of a file, which is created if it is missing, and sync it."""
     with path.open("ab") as file:
         file.write(data)
         file.flush()
@@ -50,7 +48,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove what a crash has left of an unfinished last line."""
+    """Remove an unfinished last line that a crash has left."""
     with path.open("r+b") as file:
         whole, newline, _ = file.read().rpartition(b"\n")
         file.truncate(len(whole) + len(newline))

@@ -1,11 +1,11 @@
-"""What a cohort engine is, and the training loop around it.
+"""The base class of cohort engines, and the training loop around them.
 
 A cohort engine trains many settings side by side, on the same cohorts and minibatches and with the
 same standard normals, in one process and without Flower: ``linear_engine`` for linear models,
 ``network_engine`` for networks, ``baselines`` for private FedAvg. ``train`` runs the rounds of any
-of them, reports measures when they are due, and stops settings that diverge.
+of them, reports measures, and stops settings that diverge.
 
-A setting is known by its *place*: its index in the list that the engine was made with.
+A setting is named by its *place*: its index in the list that the engine was made with.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from flwr_ppsgd.checks import require
 from flwr_ppsgd.lab.measures import VALIDATION, as_validation_measures, over_users
 from flwr_ppsgd.noise import random_stream
 
-DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
+DIVERGED = 1e10  # a measure this many times its first value has diverged
 LEAST_FIRST = 1e-300  # stands in for a first value of 0
 ERRORS = ("excess_risk", f"{VALIDATION}loss", "loss")  # measures that grow if training fails
 TEST = "test"
@@ -31,19 +31,19 @@ Indices: TypeAlias = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """One training: what is released, and how far both blocks of parameters move."""
+    """The release and the step sizes of one training."""
 
     release: Release
     steps: Steps
 
 
 class Engine(ABC):
-    """Many settings of one cohort, for any kind of model.
+    """Many settings with the same cohorts, for any kind of model.
 
     Args:
         users: the number of users who have data.
-        settings: they share the kind of cohort and M; clip norm, noise and steps are their own.
-        seed: what ``insecure_seed`` is elsewhere; None draws secret noise.
+        settings: all with the same cohort and M; clip norm, noise and steps may differ.
+        seed: the insecure seed; None draws secret noise.
         most_visits: the number of visits after which each user drops out; None: never.
     """
 
@@ -83,14 +83,13 @@ class Engine(ABC):
 
     @abstractmethod
     def measure_users(self, part: str) -> tuple[dict[str, NDArray[Any]], Vector]:
-        """Each measure of all settings on "test" or "validation" rows, users who have some ×
-        settings, and how many each has; both are empty if nobody has any."""
+        """Each measure on "test" or "validation" rows, measured users × settings, and the number
+        of rows of each of them; both are empty if nobody has such rows."""
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place.
 
-        If there are validation rows, they are measured on those, by names that begin with
-        "validation_", and only if this is the ``final`` time on test rows too.
+        With validation rows, test rows are measured only at the ``final`` call.
         """
         with np.errstate(all="ignore"):
             by_user, weights = self.measure_users("validation")
@@ -108,10 +107,10 @@ class Engine(ABC):
         self.places = [place for place in self.places if place not in places]
 
     def next_cohort(self) -> Indices:
-        """Begin the next round: who takes part, with that visit counted.
+        """Begin the next round: draw its users, and count the visit of each.
 
         Users without visits left drop out, and others take their place. Who drops out depends on
-        how many samples users have: for simulation only, as in the paper's experiments.
+        the number of each user's samples, so this is for simulation only.
         """
         self.round += 1
         uniforms = random_stream(self._seed, "cohort", self.round).uniforms(len(self.visits))
@@ -130,7 +129,7 @@ class Engine(ABC):
 
 
 @dataclass(frozen=True)
-class Report:
+class RoundReport:
     """What was measured after one round.
 
     Args:
@@ -146,7 +145,7 @@ class Report:
 
 def train(
     engine: Engine, rounds: int, every: int, on_round: Callable[[int], None] | None = None
-) -> Iterator[Report]:
+) -> Iterator[RoundReport]:
     """Run the rounds, and yield a report after each round of ``reported_rounds``.
 
     A setting whose measures grow without bound is reported as diverged and stopped; the others go
@@ -170,7 +169,7 @@ def train(
             first = first or measures
             diverged = [place for place in measures if has_diverged(first[place], measures[place])]
             engine.drop(diverged)
-            yield Report(round_, measures, frozenset(diverged))
+            yield RoundReport(round_, measures, frozenset(diverged))
 
 
 def reported_rounds(rounds: int, every: int) -> list[int]:
@@ -181,7 +180,7 @@ def reported_rounds(rounds: int, every: int) -> list[int]:
 
 
 def has_diverged(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
-    """Whether the error among the measures ``last`` is far beyond that among ``first``, or NaN."""
+    """Whether the first of ``ERRORS`` that was measured grew beyond ``DIVERGED``, or is NaN."""
     for name in ERRORS:
         if name in first and name in last:
             limit = DIVERGED * max(first[name], LEAST_FIRST)

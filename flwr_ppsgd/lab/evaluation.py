@@ -1,6 +1,6 @@
 """Each user's results with a trained w: the personal model, one from own rows alone, w alone.
 
-For simulations, which hold everyone's data. It is outside the guarantee.
+Only simulations can do this: they hold everyone's data. The results are outside the guarantee.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ SAME_MEASURE = 1e-12  # a smaller difference between two measures is round-off
 
 @dataclass(frozen=True)
 class UserResult:
-    """One user.
+    """The results of one user.
 
     Args:
         user: the number of the user.
@@ -45,9 +45,9 @@ class UserResult:
 
     @property
     def gain(self) -> float | None:
-        """By how much the main measure is better than alone; None if there is nothing to compare.
+        """How much better the main measure is than from own rows alone; above 0 is better.
 
-        Above 0 is better, whatever the measure.
+        None if own rows alone were not measured.
         """
         main = measure_of(self.measures)
         alone = self.measures.get(LOCAL + main)
@@ -57,7 +57,7 @@ class UserResult:
 
 
 def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | None:
-    """What brings the last w of the recipe to a device; None for a w that steps have trained.
+    """The Order that delivers the last w of the recipe; None for a w that steps have trained.
 
     Args:
         task: the recipe's, "classification" or "regression".
@@ -70,25 +70,25 @@ def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | Non
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """What a personal model reached. The model itself is in the device's store alone."""
+    """The measures of a personal model, which itself is kept only in the device's store."""
 
     found: dict[str, float]
     choices: Mapping[str, float]
 
     def measures(self) -> dict[str, float]:
-        """What the model measured."""
+        """On the user's own test rows."""
         return self.found
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """RuntimeError: they are not kept twice."""
+        """RuntimeError: the arrays are only in the device's store."""
         raise RuntimeError("a model that was measured is not kept here: read the device's store")
 
 
 def remember_measures(learner: Learner) -> Learner:
-    """Let a learner that can solve make the personal model around the last w once.
+    """Let a learner that can solve make the personal model around the last w only once.
 
-    In a simulation the model that a device keeps is the one that is measured. Models of all users
-    would not fit into memory twice, so that only their measures are kept here.
+    In a simulation, the model that a device keeps is also the one that is measured. The models of
+    all users would not fit into memory twice, so only their measures are kept here.
     """
     if not isinstance(learner, Solver):
         return learner
@@ -121,14 +121,14 @@ def results_of(
     users: Iterable[int],
     order: Order | None,
 ) -> list[list[UserResult]]:
-    """Each user's results with each w; those without test rows are left out.
+    """Each user's results with each w; users without test rows are left out.
 
-    What a user works out about own rows serves every w.
+    Users are the outer loop, so that each factorises the own rows once for all w.
 
     Args:
         learner_of: the learner of a user.
         ws: trained parameters.
-        users: their numbers.
+        users: the numbers of users.
         order: from ``delivery_order``.
     """
     found: list[list[UserResult]] = [[] for _ in ws]

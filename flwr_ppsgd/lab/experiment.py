@@ -68,9 +68,9 @@ EXHAUSTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Settings of a training together with the data and the model it is about.
+    """Settings of a training, its data and its model.
 
-    ``passes``, ``cohort_mean`` and ``evaluations`` stand beside what was worked out from them.
+    ``passes``, ``cohort_mean`` and ``evaluations`` are kept beside the settings derived from them.
 
     Args:
         training: population, release, steps and budget.
@@ -148,8 +148,8 @@ class Experiment:
         return found
 
     def trivial(self) -> dict[str, dict[str, float]]:
-        """The measures of answers that use no features, by method: everyone's mean or most
-        frequent class, and each user's own. Empty if there are none."""
+        """The measures without features, by method: with everyone's mean or most frequent class,
+        and with each user's own. Empty for the synthetic problem or without test rows."""
         from flwr_ppsgd.lab.inspect import trivial_answer
 
         if self.problem.data == SYNTHETIC:
@@ -170,7 +170,7 @@ class Experiment:
         return {method: measures for method, measures in found.items() if measures}
 
     def describe(self) -> str:
-        """What the data are, and what was worked out from them, in lines to print."""
+        """The data and what was derived from them, in lines to print."""
         from flwr_ppsgd.lab.inspect import brief_report
 
         lines = []
@@ -187,7 +187,7 @@ class Experiment:
         return "\n".join([*lines, *self.training_notes()])
 
     def training_notes(self) -> list[str]:
-        """What follows from the settings and is worth a line before a training."""
+        """What the settings lead to, in lines to print before a training."""
         lines = []
         if self.passes is not None:
             rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
@@ -214,8 +214,8 @@ class Experiment:
         """From a TOML file, changed by ``overrides``.
 
         Args:
-            path: a file, or the name of an experiment that ships. None: the synthetic problem, or
-                one for own data if ``overrides`` name any.
+            path: a file, or the name of an experiment of this package. None: the synthetic
+                problem, or one for own data if ``overrides`` name any.
             overrides: flat keys and values.
         """
         changes = with_keys(overrides or {})
@@ -228,7 +228,7 @@ class Experiment:
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> "Experiment":
-        """From flat keys, with what follows from the data filled in; errors name ``where``."""
+        """From flat keys, with those derived from the data filled in; errors name ``where``."""
         for key, value in flat.items():
             check_known(key, experiment_keys(), where)
             if isinstance(value, list):
@@ -252,7 +252,8 @@ class Experiment:
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> "Experiment":
-        """From a Flower run config. It may hold keys of the app, but no misspelt ones of ours."""
+        """From a Flower run config, which may hold other keys; one that is nearly a key of an
+        experiment is refused."""
         flat = with_keys(run_config)
         known = experiment_keys()
         check_run_config(flat, known)
@@ -261,7 +262,7 @@ class Experiment:
 
 
 def read_experiment(path: Path | None, default: str) -> tuple[dict[str, Any], str]:
-    """The flat keys of a file, or of an experiment that ships, and how errors name it."""
+    """The flat keys of a file or of an experiment of this package, and its name in errors."""
     if path is not None and (path.suffix or path.exists()):
         return read_toml(path), str(path)
     name = default if path is None else str(path)
@@ -282,7 +283,7 @@ def experiment_keys() -> list[str]:
 
 
 def _with_data(flat: dict[str, Any]) -> dict[str, Any]:
-    """With the keys that own data decide: where they are, their checksum, the number of users."""
+    """With the keys that own data decide: the absolute path, the checksum, the population."""
     problem = Problem.of(flat)
     task_of(problem, 1)  # whether its keys go together
     if problem.data == SYNTHETIC:
@@ -300,7 +301,7 @@ def _with_data(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
-    """With what ``method = "auto"`` leaves to the data and to public numbers."""
+    """With the keys that ``method = "auto"`` derives from the data and from public numbers."""
     automatic = flat.get("method") == AUTO
     _refuse_without(flat, ["epsilon", "delta"] if automatic else ["delta"])
     if not automatic:
@@ -355,7 +356,7 @@ def _refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
 
 
 def _with_derived(flat: dict[str, Any]) -> dict[str, Any]:
-    """With rate from the mean size of a cohort, rounds from passes, and how often to evaluate."""
+    """With rate from cohort-mean, rounds from passes, and evaluate-every from evaluations."""
     if "cohort-mean" in flat:
         mean = _positive_value(flat, "cohort-mean", needs="population")
         flat = _with_value(flat, "cohort-mean", "rate", mean / flat["population"])
@@ -370,7 +371,7 @@ def _with_derived(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _positive_value(flat: Mapping[str, Any], key: str, needs: str | None = None) -> float:
-    """The value of ``key``, which stands for another one together with the key ``needs``."""
+    """The value of ``key``; ValueError unless it is positive and finite and ``needs`` is given."""
     value: float = typed_value(key, flat[key], float)
     if not 0 < value < math.inf:
         raise ValueError(f"{key} must be positive and finite, got {value!r}")
@@ -380,7 +381,7 @@ def _positive_value(flat: Mapping[str, Any], key: str, needs: str | None = None)
 
 
 def _with_value(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, Any]:
-    """With ``other`` worked out from ``key``; if it is there already it must agree."""
+    """With ``other`` derived from ``key``; if it is given too, it must agree."""
     given = flat.get(other, value)
     if given != value:
         raise ValueError(

@@ -1,5 +1,7 @@
-"""Columns of known kinds as the numbers that a model sees. Nothing is looked for; hashes are
-public."""
+"""Columns of known kinds as the features of a model.
+
+A schema decides everything: nothing is inferred from the rows, and hashes are public.
+"""
 
 import re
 import zlib
@@ -36,9 +38,9 @@ TRUTH = {"true": 1.0, "false": 0.0}
 
 
 def as_texts(values: Values) -> tuple[list[str], NDArray[np.intp]]:
-    """The different values as text, and for each row which one it has; −1 is a gap.
+    """The distinct values as text, and for each row the place of its value; −1 is a gap.
 
-    Text stays as it is written, without spaces around it; whole numbers have no decimals.
+    Spaces around a text are removed; whole numbers have no decimals.
     """
     import pandas
 
@@ -50,7 +52,7 @@ def as_texts(values: Values) -> tuple[list[str], NDArray[np.intp]]:
 
 
 def map_texts(values: Values, function: Callable[[str], Any], gap: Any) -> NDArray[Any]:
-    """``function`` of each row's text, called once for each different one; ``gap`` for gaps."""
+    """``function`` of each row's text, called once for each distinct text; ``gap`` for gaps."""
     words, codes = as_texts(values)
     results = [function(word) for word in words]
     return np.array([*results, gap])[codes]
@@ -65,8 +67,7 @@ def _text_of(value: Any) -> str:
 
 
 def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
-    """float64, with NaN for gaps, for what is no number and for what is beyond ``LARGEST``; true
-    and false are 1 and 0."""
+    """float64, with true as 1 and false as 0; NaN for gaps, words and numbers above ``LARGEST``."""
 
     def number_of(word: str) -> float:
         if word in GAPS:
@@ -86,7 +87,7 @@ def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
 
 
 def is_usable(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which numbers are there, and not beyond ``LARGEST``."""
+    """Which numbers are not NaN and not beyond ``LARGEST``."""
     return np.asarray((numbers >= -LARGEST) & (numbers <= LARGEST))
 
 
@@ -107,7 +108,7 @@ def stack_targets(table: RawTable, targets: Sequence[str]) -> Values:
 
 
 def sorted_labels(labels: set[str]) -> tuple[str, ...]:
-    """By number if all of them are whole numbers as they are usually written, else by letters."""
+    """Sorted as numbers if all are whole numbers without leading zeros, else as text."""
     if all(PLAIN_NUMBER.fullmatch(label) for label in labels):
         return tuple(sorted(labels, key=int))
     return tuple(sorted(labels))
@@ -122,7 +123,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
-    """The first names, and how many there are if those are not all; fit for a terminal."""
+    """The first names and, if there are more, their number; printable on a terminal."""
     shown = ", ".join(printable(name, MOST_LETTERS) for name in names[:most])
     if len(names) <= most:
         return shown
@@ -133,9 +134,9 @@ def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
 
 
 def encode_columns(table: RawTable, schema: Schema) -> Values:
-    """rows × features, dense or CSR; gaps and what is no number are NaN.
+    """rows × features, dense or CSR; NaN for gaps and for what is not a number.
 
-    A single array is as it is stored: bytes stay bytes.
+    A single array keeps its type: bytes stay bytes.
     """
     used = schema.used_columns
     blocks = [_encode_column(table, column) for column in used]

@@ -1,6 +1,6 @@
 """Learning curves and users of a run; the paper's Figure 1 and Figure 2 of a sweep.
 
-Nothing here trains. The numbers of each figure of a sweep stand beside it as CSV.
+Nothing here trains. The numbers of each figure of a sweep are written beside it as CSV.
 """
 
 import math
@@ -78,7 +78,7 @@ DOTS = 130  # of a picture per inch
 ONE_PANEL = (7.2, 5.2)  # inches
 MOST_TICKS = 6
 SMALL_LETTERS = 8
-LETTERS = 64  # in a line below or above a panel that stands alone
+LETTERS = 64  # in a line below or above a single panel
 LETTERS_OF_A_PANEL = 60  # the same for small letters and several panels side by side
 LETTERS_PER_INCH = 15  # of a footnote
 CUT_OFF = 4.0  # times the median of what is shown at the end
@@ -109,7 +109,7 @@ COLUMNS = ["curve", "level", "round", "epsilon", "value", "error", "seeds", "ste
 
 
 class _PlainFormatter(LogFormatter):
-    """0.1 for 1e-01, at the same ticks."""
+    """0.1 in place of 1e-01, at the same ticks."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""
@@ -289,7 +289,7 @@ def _draw_gains(axes: Axes, main: str, gains: pd.Series) -> None:
 def draw_sweep(
     rows: Sequence[SweepRow], directory: Path, formats: Sequence[str] = ("png",)
 ) -> tuple[str, list[Path]]:
-    """All there is to see of a sweep: the table in words, and the files that were written.
+    """Draw all figures of a sweep; the table as text, and the files that were written.
 
     Args:
         rows: of the sweep.
@@ -305,7 +305,7 @@ def draw_sweep(
 
 
 def cost_text(cost: Selection) -> str:
-    """What choosing would cost, in a line."""
+    """The cost of choosing privately, in one sentence."""
     return (
         f"At noise z = {cost.noise_multiplier:.4g}, choosing among {cost.settings} settings costs "
         f"ε = {rounded_up(cost.selected)} instead of {rounded_up(cost.epsilon)}, if a random "
@@ -338,7 +338,7 @@ def draw_figures(found: Summary, directory: Path, formats: Sequence[str] = ("png
 
 
 def _write_table(path: Path, table: pd.DataFrame) -> None:
-    """What ε does not cover, then the rows, as CSV."""
+    """CSV under a comment that says what ε does not cover."""
     rows = table.to_csv(index=False, lineterminator="\n")
     disk.write_text(path, f"# {CAVEAT}\n{rows}")
 
@@ -355,7 +355,7 @@ def _curves(found: Summary, candidates: pd.DataFrame, by: Sequence[str]) -> pd.D
 
 
 def curve_styles(ways: Sequence[str]) -> dict[str, CurveStyle]:
-    """How each way is drawn: every αQ in a colour and dashes of its own."""
+    """The style of each way; every αQ has its own colour, dashes and marker."""
     between = [way for way in ways if way not in CURVE_STYLES]
     looks = dict(CURVE_STYLES)
     for place, way in enumerate(between):
@@ -486,7 +486,8 @@ def _draw_against_epsilon(found: Summary, ends: pd.DataFrame) -> tuple[Figure, A
     """
     points = _curves(found, ends, ["level"])
     points = points.assign(value=points["reported"], error=points["reported_error"])
-    points = points[points["level"].isna() | (points["level"] > 0)]
+    has_cost = points["level"].isna() | (points["level"] > 0)
+    points = points[has_cost]
     looks = curve_styles(points["way"].unique().tolist())
     figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
     for way, curve in points.groupby("way", sort=False):

@@ -1,7 +1,7 @@
 """A schema found by looking at everybody's rows: columns, kinds, the task and its classes.
 
-Whatever is found here is a condition of any promise. All that reads rows by a schema is elsewhere
-and looks at nothing.
+Whatever is found here is a condition of any promise. Modules that read rows by a schema infer
+nothing from them.
 """
 
 import re
@@ -84,7 +84,7 @@ REASONS = {  # why a column is left out, and the option that changes it; "" if s
 
 
 def find_schema(table: RawTable, problem: Problem) -> tuple[Schema, list[str]]:
-    """The schema of a file whose columns are described by settings, and notes on what was found."""
+    """The schema of a file, as settings describe it or its rows suggest, and notes on both."""
     user = problem.user_column or "user"
     targets = tuple(split_names(problem.target_column) or ["y"])
     test = problem.test_column
@@ -132,7 +132,7 @@ def find_schema(table: RawTable, problem: Problem) -> tuple[Schema, list[str]]:
 
 
 def list_findings(schema: Schema, problem: Problem) -> tuple[str, ...]:
-    """What of a schema that was found is not in the settings, as it stands in a condition."""
+    """The parts of a schema that were found in the rows, as a condition names them."""
     found = ["the ids of users", "the columns and their kinds"]
     words = [repr(column.name) for column in schema.columns if column.kind == CATEGORY]
     if words:
@@ -248,7 +248,7 @@ def _reason_against_words(values: Values, decimal: str) -> str:
 
 
 def _reason_against_numbers(name: str, numbers: NDArray[np.float64]) -> str:
-    """Which of them whole numbers are; empty if they are neither."""
+    """The same for whole numbers: "timestamp", "date" or "row id"."""
     least = numbers.min()
     most = numbers.max()
     for second in SECONDS:
@@ -284,7 +284,7 @@ def _odd_word(values: Values, decimal: str) -> str:
 
 
 def _make_column(table: RawTable, name: str, asked: str | None) -> Column:
-    """A column with its kind, which may be asked for."""
+    """A column of the kind that is asked for, or else found in its values."""
     values = table.columns[name]
     if asked == TEXT:
         return Column(name, TEXT)
@@ -314,13 +314,13 @@ def _array_column(table: RawTable, name: str) -> Column:
 
 
 def _is_flag(values: Values) -> bool:
-    """Whether all values that are there are 0 and 1."""
+    """Whether all finite values are 0 or 1."""
     known = values[np.isfinite(values)] if values.dtype.kind == "f" else values
     return bool(((known == 0) | (known == 1)).all())
 
 
 def _column_notes(columns: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
-    """One note for each kind of decision about columns."""
+    """Notes on the columns, one for each kind and for each reason to leave some out."""
     notes = []
     words = []
     for column in columns:

@@ -1,4 +1,4 @@
-"""Through ``flwr run`` itself: a small app directory, a SuperLink of our own, and how it ended."""
+"""Train through ``flwr run``: write a small app, start a SuperLink, check how the run ended."""
 
 import json
 import os
@@ -35,7 +35,7 @@ server = server_app.server
 
 
 class FlowerRunError(RuntimeError):
-    """A run that Flower reports as failed, though its command ended well."""
+    """Flower reports a run as failed, although ``flwr run`` ended with 0."""
 
 
 def run(experiment: Experiment, out: Path) -> None:
@@ -71,8 +71,8 @@ def run_app(app: Path, nodes: int, changes: str = "") -> None:
 
 
 def _flower_environment(home: Path) -> dict[str, str]:
-    """Flower's programs beside this Python, with a home of their own, free ports, no telemetry, and
-    no second torch."""
+    """For Flower's programs: this Python's directory, a new home, free ports, no telemetry and no
+    installation of dependencies."""
     with socket.socket() as http, socket.socket() as control:
         http.bind(("127.0.0.1", 0))
         control.bind(("127.0.0.1", 0))
@@ -93,7 +93,7 @@ def _flower_environment(home: Path) -> dict[str, str]:
 
 
 def _write_app(directory: Path, config: Mapping[str, Any]) -> Path:
-    """What ``flwr run`` needs: a pyproject.toml, and the modules that it names."""
+    """Write a pyproject.toml and the modules that it names, for ``flwr run``."""
     directory.mkdir()
     (directory / "ppsgd_client.py").write_text(CLIENT_MODULE)
     (directory / "ppsgd_server.py").write_text(SERVER_MODULE)
@@ -116,9 +116,9 @@ def _write_app(directory: Path, config: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def _run_superlink(environment: dict[str, str]) -> Iterator[None]:
-    """A SuperLink for simulations, for as long as the block lasts.
+    """A SuperLink for simulations that ends with the block.
 
-    ``flwr run`` would start one and leave it behind.
+    ``flwr run`` would start one and leave it running.
     """
     port = environment["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]
     control = "127.0.0.1:" + environment["FLWR_LOCAL_CONTROL_API_PORT"]
@@ -162,7 +162,7 @@ def _await_health(port: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def _check_finished(directory: Path, environment: dict[str, str]) -> None:
-    """``flwr run`` ends with 0 even if the run failed; ``flwr list`` knows."""
+    """Ask ``flwr list`` for the status: ``flwr run`` ends with 0 even if the run failed."""
     listing = subprocess.run(
         ["flwr", "list", "--format", "json"],
         env=environment,

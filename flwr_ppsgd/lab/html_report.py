@@ -1,7 +1,6 @@
 """One self-contained page about a sweep or a run: the result, its picture, the guarantee.
 
-Nothing here trains. The page holds its figures; it needs no network, no script and no font of its
-own.
+Nothing here trains. The page contains its figures and needs no network, script or font.
 """
 
 import base64
@@ -47,7 +46,7 @@ from flwr_ppsgd.lab.summary import (
 from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.statement import OUTSIDE, rounded_up
 
-Context: TypeAlias = dict[str, Any]  # what the template shows, by name
+Context: TypeAlias = dict[str, Any]  # the variables of the template
 
 TEMPLATE = "report.html.jinja"
 EPSILONS = ("epsilon", EPSILON)
@@ -181,7 +180,7 @@ def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[Sweep
 
 
 def _data_and_cohort(config: Mapping[str, Any]) -> str:
-    """Which data, how many users, and how a cohort is drawn."""
+    """The data, the number of users, and how a cohort is drawn."""
     rate = config.get("rate", 1.0)
     drawn = "all" if rate == 1 else f"each with chance {_format_value(rate)}"
     if "cohort-size" in config:
@@ -219,27 +218,30 @@ def _run_context(saved: SavedRun) -> Context:
 
 
 def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, str]:
-    """A PNG inside the page."""
+    """A PNG as a data URL, with its caption."""
     data = base64.b64encode(path.read_bytes()).decode()
     return {"text": captions[path.stem], "source": f"data:image/png;base64,{data}"}
 
 
 def _html_table(frame: pd.DataFrame, caption: str) -> dict[str, Any] | None:
-    """A column for each of the frame's, ε first; None if it is empty."""
+    """The table of a frame, with columns of ε first; None if it is empty."""
     if frame.empty:
         return None
     keys = sorted(frame.columns, key=lambda key: key not in EPSILONS)
-    rows = [[_format_value(row[key], key) for key in keys] for row in frame.to_dict("records")]
-    return {"caption": caption, "columns": [_readable_key(key) for key in keys], "rows": rows}
+    rows = []
+    for record in frame.to_dict("records"):
+        rows.append([_format_value(record[key], key) for key in keys])
+    columns = [_readable_key(key) for key in keys]
+    return {"caption": caption, "columns": columns, "rows": rows}
 
 
 def _readable_key(key: str) -> str:
-    """A key for a reader."""
+    """A key as a heading."""
     return NAMES.get(key, key.replace("-", " ").replace("_", " "))
 
 
 def _format_value(value: Any, key: str = "") -> str:
-    """A value for a reader: four digits, ∞ and – as such, the ends of αQ by name, ε rounded up."""
+    """A value with four digits; ∞, – for none, the ends of αQ by name, and ε rounded up."""
     if isinstance(value, list):
         return ", ".join(_format_value(item, key) for item in value)
     if value is None or value == "":

@@ -1,6 +1,6 @@
-"""Look at a file before training: what is used, on which scales, what trivial answers reach.
+"""Look at a file before training: features, scales, and the measures without any feature.
 
-Everything here is read from users' rows. It is for the person who holds them: no ε covers it.
+Everything here is read from users' rows, for the person who holds them: no ε covers it.
 """
 
 import math
@@ -30,10 +30,10 @@ MEASURE_OF_TASK = {
 
 
 def trivial_answer(data: PerUser) -> tuple[str, float, float] | None:
-    """What can be had without features, on the test rows; None if there are none.
+    """What constant answers reach on the test rows; None if there are none.
 
-    A measure, and its value for everyone's mean target, or most frequent class or label, and for
-    each user's own: the better of them is what a model has to beat. RMSE is pooled over test rows.
+    A measure, its value with everyone's mean target (or most frequent class or label), and its
+    value with each user's own: a model has to beat the better one. RMSE is pooled over test rows.
     """
     if not data.test.any():
         return None
@@ -69,7 +69,7 @@ def _row_errors(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[n
 
 
 def suspected_leaks(data: PerUser) -> list[str]:
-    """Features that predict the target alone, as a leak would."""
+    """Features from which alone the target can be predicted, as from a leak."""
     trained = np.flatnonzero(data.train_rows)
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
         return []
@@ -140,7 +140,7 @@ def brief_report(seen: PerUser) -> list[str]:
 
 
 def hints(seen: PerUser) -> list[str]:
-    """What is probably not meant."""
+    """Warnings about what is probably a mistake."""
     lines = []
     if len(seen) == 1:
         lines.append("there is one user: nobody to share a model with, and no crowd to hide in")
@@ -177,7 +177,7 @@ def hints(seen: PerUser) -> list[str]:
 
 
 def _constant_within_users(seen: PerUser) -> list[str]:
-    """Columns of numbers of which each user has one value: scaled by the own mean they are 0."""
+    """Columns of numbers that are constant within each user: scaled by the own mean they are 0."""
     if seen.is_sparse or not seen.feature_names or len(seen.test) == len(seen):
         return []
     first = np.repeat(seen.offsets[:-1], np.diff(seen.offsets))  # each row's user's first row
@@ -195,7 +195,7 @@ def _number_columns(schema: Schema) -> list[str]:
 
 
 def data_report(raw: PerUser, seen: PerUser) -> str:
-    """Everything there is to know before training, in lines.
+    """All facts about the data before training, in lines.
 
     Args:
         raw: the rows as they are in the source.

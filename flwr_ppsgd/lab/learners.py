@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class LinearBatches:
     """A user's minibatches for a linear model, empty for a user without training rows.
 
-    They have the same rows in the same order as ``Minibatches`` of that user.
+    They are the rows of the user's ``Minibatches``, in the same order.
 
     Args:
         data: everyone's rows.
@@ -60,7 +60,7 @@ class LinearBatches:
 
 
 class NetworkBatches(LinearBatches):
-    """The same with class numbers, or real targets, which the losses of networks need."""
+    """The same for networks, whose losses need class numbers or real targets."""
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
         return network_rows(self._data, self._minibatch_rows(visit))
@@ -100,7 +100,7 @@ class LinearLearner(AdditiveLinear):
         return self._measure(self._scores(self._data.matrix(self._test_rows), w + theta))
 
     def measure(self, model: Mixture) -> dict[str, float]:
-        """The same of a personal model, whose classes are around 1/K."""
+        """The same measures for a personal model, whose scores of classes lack 1/K."""
         if not self.num_tested:
             return {}
         return self._measure(model.predict(self._data.model_rows(self._test_rows)))
@@ -113,7 +113,7 @@ class LinearLearner(AdditiveLinear):
         return {name: float(values[0]) for name, values in measures.items()}
 
     def _all_rows(self) -> tuple[Features, Matrix]:
-        """All training rows, as they are solved: there 1/K is taken from classes."""
+        """All training rows for the solution, which subtracts 1/K from one-hot targets."""
         rows = self._data.rows(self._user, test=False)
         shift = self._shift
         if self.task == "classification":

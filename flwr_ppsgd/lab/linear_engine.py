@@ -30,10 +30,9 @@ class LinearEngine(Engine):
 
     Args:
         population: everyone's data.
-        settings: they share the kind of cohort and M; clip norm, noise and steps are their own.
-        seed: what ``insecure_seed`` is elsewhere; None draws secret noise, and no two runs are
-            alike.
-        average: keep the average iterates; ``w``, ``theta`` and measures are then those.
+        settings: all with the same cohort and M; clip norm, noise and steps may differ.
+        seed: the insecure seed; None draws secret noise.
+        average: keep the average iterates; ``w``, ``theta`` and measures are then of those.
         dtype: float32 is about twice as fast; w and θ then have relative rounding errors of about
             1e-6.
         w: where the settings start, d × settings × K; None: at 0.
@@ -74,7 +73,7 @@ class LinearEngine(Engine):
             self._theta_moment = np.zeros_like(self._theta)
 
     def _set_steps(self, all_move: bool) -> None:
-        """Numbers of each setting: C, s_w/D and s_w·z·C/D; of each column: s_θ."""
+        """C, s_w/D and s_w·z·C/D of each setting, and s_θ of each column."""
         outputs = self.population.outputs
         releases = [setting.release for setting in self.settings]
         shared = np.array([setting.steps.shared for setting in self.settings])
@@ -84,7 +83,7 @@ class LinearEngine(Engine):
         self._shared_step = shared / releases[0].denominator
         self._noise_step = (self._shared_step * noise_std).astype(self.dtype)
         self._personal_step = np.repeat(personal, outputs)
-        # what no setting has is left out of every round
+        # work that no setting needs is skipped in every round
         self._publishes = bool(shared.any())
         self._has_noise = bool(self._noise_step.any())
         self._has_theta = bool(personal.any())
@@ -111,7 +110,7 @@ class LinearEngine(Engine):
             return
         at_once = max(1, SAMPLES_AT_ONCE // self.samples_per_visit)
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
-            if len(users) <= at_once:  # nobody else's gradient is taken at V: it may change at once
+            if len(users) <= at_once:  # no later gradient is taken at V, so it changes in place
                 self._step(users, self._v)
                 return
             change = np.zeros_like(self._v)
@@ -235,7 +234,7 @@ class LinearEngine(Engine):
         return by_setting[:, place].reshape(-1).astype(np.float64)
 
     def measure_users(self, part: str) -> tuple[dict[str, Floats], Vector]:
-        """Each measure of every setting, measured users × settings, and their numbers of rows."""
+        """Each measure, measured users × settings, and the number of rows of each user."""
         if isinstance(self.population, FreshPopulation) or part not in self.population.parts:
             return {}, np.empty(0)
         rows = self.population.parts[part]
@@ -254,8 +253,8 @@ class LinearEngine(Engine):
         return by_user, rows.sizes[rows.measured_users].astype(np.float64)
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
-        """All measures of every setting that is still trained; of fresh samples, the excess risk
-        (1/N)·Σ_i ‖w + θ_i − θ_i*‖²_Σ."""
+        """All measures of every setting that is still trained, by place; for fresh samples the
+        excess risk, (1/N)·Σ_i ‖w + θ_i − θ_i*‖²_Σ."""
         if not isinstance(self.population, FreshPopulation):
             return super().measures(final=final)
         truth = self.population.problem
@@ -288,6 +287,7 @@ def bytes_for(
     kept = w + theta
     if average:
         kept *= 2
-    samples = max(size, min(SAMPLES_AT_ONCE, len(population) * size))
+    drawn = len(population) * size  # samples in a round, if everyone takes part
+    samples = max(size, min(SAMPLES_AT_ONCE, drawn))
     work = samples * (5 * columns + 3 * features) + 3 * w
     return population.bytes + np.dtype(dtype).itemsize * (kept + work)

@@ -1,4 +1,4 @@
-"""Everyone's rows from a file: read, described by a schema, sorted by user, with a test part."""
+"""Read everyone's rows from a file by a schema, sort them by user, and mark the test part."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,15 +64,15 @@ def load(problem: Problem) -> PerUser:
 def group_by_user(table: RawTable, schema: Schema, *, impute: str | None = None) -> PerUser:
     """Everyone's rows, sorted by user, with a test part for each.
 
-    A schema of somebody's own is obeyed without a word about rows: a row without a user who is
-    enrolled, or without a target that can be read, is dropped, and nobody is left out.
+    A declared schema is applied without notes or errors about rows: a row without an enrolled user
+    or a readable target is dropped, and no user is left out.
 
     Args:
         table: the columns of a file.
-        schema: what they are.
-        impute: None for a schema of somebody's own. Otherwise the schema was found in this file, so
-            that what does not fit it is refused with its line: a rule of ``IMPUTE`` for gaps, which
-            are refused if it is "".
+        schema: their kinds.
+        impute: None for a declared schema. If the schema was found in this file, a row that does
+            not fit it is refused with its line; gaps are handled by this rule of ``IMPUTE``, and
+            refused if it is "".
     """
     _check_columns(table, schema)
     x = encode_columns(table, schema)
@@ -142,8 +142,11 @@ def _check_columns(table: RawTable, schema: Schema) -> None:
 def _row_facts(
     table: RawTable, schema: Schema, readable: NDArray[np.bool_], gap: NDArray[np.bool_]
 ) -> tuple[tuple[str, ...], Values]:
-    """The users in order; and a data frame with a line for each row: the number of its user, −1 for
-    nobody; whether its target can be read; whether a feature is missing; its time; its mark."""
+    """The users in order, and a data frame with a line for each row.
+
+    Its columns: the number of the user, −1 for nobody; whether the target can be read; whether a
+    feature is missing; the time; the mark of test rows.
+    """
     import pandas
 
     values = table.columns[schema.user]
@@ -176,7 +179,7 @@ def _note_same_numbers(labels: Sequence[str]) -> list[str]:
 
 
 def _read_targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]]:
-    """Targets as in ``PerUser``, and which rows have one that can be read."""
+    """Targets as in ``PerUser``, and which rows have a readable one."""
     if schema.task == "classification":
         numbers = class_numbers(table.columns[schema.target[0]], schema.classes)
         return np.maximum(numbers, 0), numbers >= 0
@@ -244,8 +247,11 @@ def _test_marks(table: RawTable, schema: Schema) -> NDArray[np.intp]:
 def _check_rows(
     table: RawTable, schema: Schema, rows: Values, x: Values, impute: str
 ) -> tuple[Values, list[str]]:
-    """The rows that ``impute`` leaves, and notes; ValueError that names the first row without a
-    user, target, time or mark, or with a gap and no rule for it."""
+    """The rows that ``impute`` keeps, and notes.
+
+    ValueError with the first row without a user, target, time or mark, or with a gap without a
+    rule.
+    """
     notes = []
     if impute == DROP:
         whole = rows["readable"] & (rows["user"] >= 0) & rows["time"].notna() & ~rows["gap"]
@@ -314,7 +320,7 @@ def _rows_with_gaps(x: Values) -> NDArray[np.bool_]:
 
 
 def _gap_note(table: RawTable, schema: Schema, x: Values, places: Indices, impute: str) -> str:
-    """What is done about the gaps in these rows; ValueError if there is no rule."""
+    """How the gaps in these rows are filled; ValueError without a rule for them."""
     taken = x[places].toarray() if sparse.issparse(x) else x[places]
     gaps = ~is_usable(taken)
     names = schema.feature_names()

@@ -1,5 +1,5 @@
-"""From the measures of each user to those of all users: which measures there are, whether higher
-or lower is better, and how they spread over users."""
+"""Measures over all users from those of each user: their names, whether higher or lower is better,
+and their spread over users."""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ MEASURES = ("accuracy", "precision_at_1", "rmse", "excess_risk", "loss")
 HIGHER_IS_BETTER = ("accuracy", "precision_at_1")
 LABELS = {"precision_at_1": "precision@1", "rmse": "RMSE", "excess_risk": "excess risk"}
 
-# what stands before the name of a measure on rows that are for choosing settings
+# the prefix of a measure on validation rows, by which settings are chosen
 VALIDATION = "validation_"
 ROOT = "rmse"  # measures whose name ends so are combined as roots of mean squares
 
-# what is appended to the name of a measure
+# suffixes of a measure's spread over users
 MEAN = "_mean_user"
 WORST = "_worst_tenth"
 TENTH = 10
@@ -35,24 +35,24 @@ def measure_of(row: Mapping[str, object]) -> str:
 
 
 def name_of_measure(measure: str) -> str:
-    """A measure in words."""
+    """The name of a measure for people."""
     tested = as_test_measure(measure)
     name = LABELS.get(tested, tested)
     return name if tested == measure else f"{name}, validation rows"
 
 
 def as_test_measure(measure: str) -> str:
-    """The same measure on test rows."""
+    """The name of the same measure on test rows."""
     return measure.removeprefix(VALIDATION)
 
 
 def badness(measure: str, value: float) -> float:
-    """A number that is smaller if the measure is better."""
+    """The value, negated if higher is better: smaller is better."""
     return -value if as_test_measure(measure) in HIGHER_IS_BETTER else value
 
 
 def as_validation_measures(measures: Mapping[str, MeasureValue]) -> dict[str, MeasureValue]:
-    """Measures over all validation rows, by the names they have there."""
+    """The same measures under the names of measures on validation rows, without their spread."""
     found = {}
     for name, value in measures.items():
         if not name.endswith((MEAN, WORST)):
@@ -63,13 +63,13 @@ def as_validation_measures(measures: Mapping[str, MeasureValue]) -> dict[str, Me
 def over_users(by_user: Mapping[str, NDArray[np.float64]], weights: Vector) -> dict[str, Vector]:
     """Each measure over all measured rows, and how the main one spreads over users.
 
-    Σ n_i·m_i / Σ n_i over users, for RMSE the root of the mean square: every row counts once. The
-    main measure (``measure_of``), and the same from own rows alone if it is there, have beside them
-    the mean with each user counted once, and the mean over the worst tenth of users.
+    Σ n_i·m_i / Σ n_i over users, for RMSE the root of the mean square: every row counts once. For
+    the main measure (``measure_of``), and for the same from own rows alone, also the mean with
+    each user counted once and the mean over the worst tenth of users.
 
     Args:
         by_user: each measure, users × settings.
-        weights: n_i, the number of rows on which each user measures.
+        weights: n_i, the number of measured rows of each user.
     """
     if not by_user:
         return {}

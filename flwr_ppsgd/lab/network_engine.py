@@ -13,7 +13,8 @@ from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.torch_model import SplitModel
 from flwr_ppsgd.recipe import Matrix
 
-Group: TypeAlias = tuple[Indices, tuple[Tensor, Tensor]]  # users, and x and y of their minibatches
+# users, and x and y of their minibatches
+UserGroup: TypeAlias = tuple[Indices, tuple[Tensor, Tensor]]
 
 
 class NetworkEngine(Engine):
@@ -28,8 +29,8 @@ class NetworkEngine(Engine):
         settings: as in ``LinearEngine``.
         seed: as in ``LinearEngine``.
         average: as in ``LinearEngine``.
-        tests: (x, y) of every user to measure on; empty if nobody measures.
-        validation: the same for choosing settings; empty if there are no such rows.
+        tests: the test rows (x, y) of every user; empty if nobody measures.
+        validation: the validation rows of every user; empty if there are none.
         most_visits: the number of visits after which each user drops out; None: never.
     """
 
@@ -68,8 +69,8 @@ class NetworkEngine(Engine):
             for place in self.places:
                 self._step(place, groups, normals)
 
-    def _groups_by_size(self, users: Indices) -> list[Group]:
-        """Users whose minibatches have the same size m, and those: users × m × …"""
+    def _groups_by_size(self, users: Indices) -> list[UserGroup]:
+        """The users with minibatches of each size m, and those minibatches: users × m × …"""
         by_size: dict[int, list[tuple[int, Rows, Rows]]] = {}
         for user in users.tolist():
             x, y = self._batches[user](int(self.visits[user]))
@@ -82,7 +83,7 @@ class NetworkEngine(Engine):
             groups.append((np.array(own), (x, y)))
         return groups
 
-    def _step(self, place: int, groups: Sequence[Group], normals: Vector) -> None:
+    def _step(self, place: int, groups: Sequence[UserGroup], normals: Vector) -> None:
         """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
         release = self.settings[place].release
         steps = self.settings[place].steps
@@ -92,7 +93,8 @@ class NetworkEngine(Engine):
             thetas = self._thetas[place, users]  # users × personal parameters
             g_w, g_theta = cohort_gradients(self._model, w, thetas, rows, self.reduction)
             norms = np.linalg.norm(g_w, axis=1)
-            total += clip_scales(norms, release.clip_norm) @ g_w
+            scales = clip_scales(norms, release.clip_norm)
+            total += scales @ g_w
             moves = steps.personal * g_theta
             self._thetas[place, users] = thetas - moves
             if self._average:
@@ -121,8 +123,8 @@ class NetworkEngine(Engine):
         return thetas
 
     def measure_users(self, part: str) -> tuple[dict[str, Matrix], Vector]:
-        """Each measure, measured users × settings, and their numbers of rows; NaN for settings that
-        are no longer trained."""
+        """Each measure, measured users × settings, and the number of rows of each user; NaN for
+        settings that are no longer trained."""
         measured = [user for user, (x, _) in enumerate(self._parts[part]) if len(x)]
         if not measured:
             return {}, np.empty(0)

@@ -2,8 +2,7 @@
 
 The directory of a run appears complete or not at all. The directory of a sweep grows: a finished
 block is one write and one sync. A kill at any moment leaves whole rows and at most one torn line,
-which the next start removes; rows of a block that is not complete are recognised and not written
-twice.
+which the next start removes; rows of an incomplete block are recognised and not written twice.
 """
 
 import json
@@ -64,7 +63,7 @@ def free_directory(name: str) -> Path:
 
 
 def check_free(out: Path) -> None:
-    """Refuse, before any work, a place that holds something or cannot be written."""
+    """Refuse, before any work, a directory that is not empty or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already holds something: choose another directory with --out")
     try:
@@ -143,7 +142,7 @@ def _published_arrays(outcome: "RunOutcome") -> dict[str, NDArray[Any]]:
 
 
 def _write_people(outcome: "RunOutcome", path: Path) -> None:
-    """One row per user: measures, gain over learning alone, and what was chosen."""
+    """One row per user: measures, gain over own rows alone, and choices."""
     import pandas as pd
     import pyarrow as pa
     from pyarrow import parquet
@@ -178,7 +177,7 @@ class SavedRun:
     Args:
         directory: where it is.
         config: its settings.
-        rounds_trained: the number of rounds that w has had.
+        rounds_trained: the number of rounds that w was trained.
         statement: the privacy statement, line by line.
         rows: one for each evaluated round.
         privacy: everything that ``privacy.json`` holds.
@@ -195,7 +194,7 @@ class SavedRun:
     people: "pd.DataFrame"
 
     def last_measures(self) -> Mapping[str, float]:
-        """What was measured last; empty if nothing was."""
+        """The measures of the last evaluated round; empty if there are none."""
         measured = [row.measures for row in self.rows if row.measures]
         return measured[-1] if measured else {}
 
@@ -206,7 +205,7 @@ def is_run(directory: Path) -> bool:
 
 
 def read_run(directory: Path) -> SavedRun:
-    """The directory of a run; ValueError if it is none."""
+    """The content of a run's directory; ValueError if it is not one."""
     import pandas as pd
 
     config = read_config(directory)
@@ -236,12 +235,12 @@ def read_run(directory: Path) -> SavedRun:
 
 @contextmanager
 def open_sweep(out: Path, sweep: "Sweep", *, extend: bool = False) -> Iterator["SweepStore"]:
-    """The store of this sweep, new or begun before, for this process alone.
+    """The store of this sweep, new or begun before, locked by this process.
 
     Args:
         out: its directory.
-        sweep: what is in it.
-        extend: its grid may have grown since it was begun.
+        sweep: the sweep.
+        extend: the grid may have grown since the sweep was begun.
     """
     if not (out / CONFIG).exists() and not _only_begun(out):
         check_free(out)
@@ -261,7 +260,7 @@ def _only_begun(out: Path) -> bool:
 
 
 def _check_same_settings(out: Path, flat: Mapping[str, Any], growing: Sequence[str]) -> None:
-    """Write the settings, or compare them with those that are there, lists that grow left out."""
+    """Write the settings, or compare them with those written before, apart from growing lists."""
     if (out / CONFIG).exists():
         there = read_config(out)
         for key in sorted((flat.keys() | there.keys()) - set(growing)):
@@ -293,7 +292,7 @@ def read_rows(directory: Path) -> list[SweepRow]:
 
 
 def finished_rows(directory: Path) -> list[SweepRow]:
-    """The rows of a sweep; ValueError if there is none yet."""
+    """The rows of a sweep; ValueError if there are none yet."""
     rows = read_rows(directory)
     if not rows:
         raise ValueError(
@@ -359,7 +358,7 @@ class SweepStore:
         return [block for block in blocks if not set(block) <= self._finished]
 
     def append(self, rows: Iterable[SweepRow]) -> None:
-        """Those rows that are not there yet, in one write, on disk when this returns."""
+        """Write the rows that are new in one write, and sync it."""
         new = []
         text = ""
         for row in rows:
@@ -371,7 +370,7 @@ class SweepStore:
 
 
 def planned_settings(directory: Path) -> int | None:
-    """The number of settings that a sweep was to run; None if it is not known."""
+    """The number of settings in the plan of a sweep; None if it was not written yet."""
     path = directory / PLAN
     if not path.exists():
         return None
@@ -386,7 +385,7 @@ def write_selection(directory: Path, costs: Iterable[Selection]) -> None:
 
 
 def read_selection(directory: Path) -> list[Selection]:
-    """What choosing costs; empty if it is not known."""
+    """What choosing costs; empty if it was not written yet."""
     path = directory / SELECTION
     if not path.exists():
         return []

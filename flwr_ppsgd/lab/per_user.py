@@ -1,4 +1,4 @@
-"""Everyone's rows in one value."""
+"""Everyone's rows, sorted by user, and how a model sees them."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from flwr_ppsgd.models.representation import Representation, Shape, width_of
 from flwr_ppsgd.recipe import Matrix
 
 Indices: TypeAlias = NDArray[np.intp]
-MOST_NAMED = 5  # users that a message names
+MOST_NAMED = 5  # users in a message
 
 
 def held_out_rows(offsets: Indices, fraction: float, seed: int | None) -> NDArray[np.bool_]:
@@ -44,14 +44,14 @@ def held_out_rows(offsets: Indices, fraction: float, seed: int | None) -> NDArra
 
 @dataclass(frozen=True, eq=False)
 class OwnScale:
-    """What each user has done to the own rows, on the device.
+    """How each user's device has scaled the user's own rows.
 
     Args:
         columns: the columns of x that were scaled.
         mean: users × columns, of the user's training rows.
-        std: the same.
+        std: likewise.
         centre: users × K, subtracted from the user's targets.
-        unit: for each user, what the difference was divided by; measures are in the source's units.
+        unit: of each user, by which the difference was divided; measures are in the source's units.
     """
 
     columns: Indices
@@ -89,12 +89,12 @@ class PerUser:
         divisor: 255 for pixels.
         bias: whether a model sees a last feature that is always 1.
         feature_names: a name for each column of x, or none.
-        notes: what a reader decided or left out, in sentences: print them.
-        own: what users have done to their rows; x and y are as after it.
+        notes: what a reader decided or left out, in sentences to print.
+        own: how users have scaled x and y; None: not at all.
         shape: of one row, such as (28, 28) for images; () if it is not known.
         representation: Φ: a model sees Φ(x / divisor). None: rows as they are.
         validation: which rows are for choosing settings: neither training rows nor test rows.
-        kinds: of each feature but a bias, as of ``AdditiveLinear``; empty: all are used as they
+        kinds: of each feature but a bias, as in ``AdditiveLinear``; empty: all are used as they
             are.
         looked: what was chosen by looking at everyone's rows; empty if the schema was given.
     """
@@ -123,7 +123,7 @@ class PerUser:
 
     @property
     def task(self) -> TaskName:
-        """What y stands for."""
+        """Classification, multi-label or regression."""
         return self.schema.task
 
     @property
@@ -180,7 +180,7 @@ class PerUser:
         return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
 
     def matrix(self, rows: Indices) -> Matrix:
-        """What a model sees of these rows: dense, float64."""
+        """These rows as a model sees them: dense, float64."""
         seen = self.model_rows(rows)
         dense: Matrix = seen.toarray() if self.is_sparse else seen
         return dense
@@ -244,8 +244,8 @@ class PerUser:
         return replace(self, validation=apart, notes=(*self.notes, note))
 
     def validation_as_test(self) -> "PerUser":
-        """The same with the validation part in the place of the test part: what is measured there
-        may be used for choosing."""
+        """The same with validation rows as the test part, to measure what settings are chosen by;
+        unchanged without validation rows."""
         if self.validation is None:
             return self
         return replace(self, test=self.validation, validation=self.test)
@@ -296,7 +296,7 @@ class PerUser:
         )
 
     def describe(self, batch_size: int = 10) -> str:
-        """What was found, in lines to print.
+        """Sizes, task, notes and users with few rows, in lines to print.
 
         Args:
             batch_size: users with fewer training rows are named.
@@ -362,7 +362,7 @@ class PerUser:
 
     @property
     def units(self) -> Vector:
-        """What one unit of each user's targets is in the source's units."""
+        """One unit of each user's targets, in the units of the source."""
         return np.ones(len(self)) if self.own is None else self.own.unit
 
 
@@ -379,18 +379,15 @@ class _RepresentedRows:
 
     def of(self, rows: Indices) -> NDArray[np.float32]:
         """One row of features for each of these rows."""
-        users = np.unique(np.searchsorted(self._data.offsets, rows, side="right") - 1)
-        for user in users[~self._known[users]].tolist():
-            self._compute(user)
-        return self._values[rows]
-
-    def _compute(self, user: int) -> None:
         data = self._data
         assert data.representation is not None
-        span = data.span(user)
-        pixels = np.divide(data.x[span], data.divisor, dtype=np.float64)
-        self._values[span] = data.representation(pixels)
-        self._known[user] = True
+        users = np.unique(np.searchsorted(data.offsets, rows, side="right") - 1)
+        for user in users[~self._known[users]].tolist():
+            span = data.span(user)
+            pixels = np.divide(data.x[span], data.divisor, dtype=np.float64)
+            self._values[span] = data.representation(pixels)
+            self._known[user] = True
+        return self._values[rows]
 
 
 def _name_users(labels: Sequence[str], which: Indices, sizes: Indices) -> str:

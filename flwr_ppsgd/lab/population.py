@@ -1,4 +1,4 @@
-"""Everyone's data, as the engines of linear models see them: rows of one's own, or fresh samples.
+"""Everyone's data for the engines of linear models: finitely many rows, or fresh samples.
 
 A user's gradient XᵀR lies in the span of the user's own rows, and so does θ_i. Engines keep θ_i in
 *own coordinates*: an orthonormal basis Q_i of that span, of at most n_i directions. Lengths are the
@@ -25,7 +25,7 @@ from flwr_ppsgd.models.additive_linear import Loss, mean_losses
 DType: TypeAlias = np.dtype[Any]
 Floats: TypeAlias = NDArray[Any]  # float32 or float64
 Features: TypeAlias = Floats | sparse.csr_array
-RowsByUser: TypeAlias = tuple[Features, Floats, ArrayLike]  # as of ``UserRows``
+RowsByUser: TypeAlias = tuple[Features, Floats, ArrayLike]  # the fields of ``UserRows``
 
 LEAST_EIGENVALUE = 1e-14  # relative: smaller ones are rounding errors
 
@@ -49,7 +49,7 @@ class Batch:
     own: list[Floats]
 
     def slices(self) -> Iterator[tuple[slice, Floats]]:
-        """(which samples are theirs, these in own coordinates) of each user."""
+        """(the samples, the same in own coordinates) of each user."""
         end = 0
         for own in self.own:
             start = end
@@ -66,7 +66,7 @@ class UserRows(NamedTuple):
 
     @classmethod
     def of(cls, x: Features, y: Floats, offsets: ArrayLike) -> Self:
-        """The same with arrays of the usual types."""
+        """With CSR for any sparse matrix, y as rows × K, and offsets as integers."""
         x = sparse.csr_array(x) if sparse.issparse(x) else x
         return cls(x, y.reshape(len(y), -1), np.asarray(offsets, dtype=np.intp))
 
@@ -103,9 +103,9 @@ class FinitePopulation:
         x: rows × d, an array or a sparse matrix.
         y: rows × K, real targets or one-hot rows.
         users: N + 1 offsets; user i has the rows users[i] … users[i+1]−1.
-        batch_size: the number of rows in a minibatch, of a user who has that many.
+        batch_size: the number of rows in a minibatch; a user with fewer rows takes all of them.
         seed: decides which rows each user draws at each visit.
-        loss: what predictions are compared with targets by.
+        loss: "squared" or "softmax".
         test: the rows on which users measure; None if nobody measures.
         validation: the rows on which settings are compared; None: on test rows.
         task: decides what users measure; None is classification if there is more than one output,
@@ -155,7 +155,7 @@ class FinitePopulation:
 
     @property
     def bytes(self) -> int:
-        """Of the rows, and of the same rows in own coordinates."""
+        """The memory of the rows, and of the same rows in own coordinates."""
         given = [self.x, self.y]
         own = int((self.sizes * self.widths).sum()) * 8
         for part in self.parts.values():
@@ -184,7 +184,7 @@ class FinitePopulation:
         return own.T @ _inverse_root(own @ own.T)
 
     def coordinates(self, user: int, dtype: DType) -> list[Floats]:
-        """One user's rows in own coordinates, worked out once: the training rows, n_i × r_i, then
+        """One user's rows in own coordinates, computed once: the training rows, n_i × r_i, then
         those of each part on which the user measures.
 
         If the user has fewer rows than columns, Q = XᵀB with B of ``_inverse_root``, and only
@@ -205,7 +205,7 @@ class FinitePopulation:
         return self._coordinates[key]
 
     def user_measures(self, name: str, user: int, scores: Floats) -> dict[str, Vector]:
-        """What one user measures on the part of that name: scores are rows × settings × K."""
+        """One user's measures on the part of that name: scores are rows × settings × K."""
         part = self.parts[name]
         y = part.y[part.rows_of(user)]
         if self.task is None and y.shape[1] == 1:
@@ -217,7 +217,7 @@ class FinitePopulation:
 class FreshPopulation:
     """The synthetic problem: every minibatch is new, and the excess risk has a closed form.
 
-    There is no end to a user's rows: own coordinates are the features themselves.
+    A user has no fixed rows, so own coordinates are the features themselves.
 
     Args:
         problem: the optimum of each user, and how samples are drawn.
@@ -240,14 +240,14 @@ class FreshPopulation:
         return len(self.problem.optima)
 
     def batch(self, users: Indices, visits: Indices, dtype: DType) -> Batch:
-        """Samples that nobody has drawn before."""
+        """Fresh samples of these users."""
         drawn_x, drawn_y = self.problem.batches(users, visits, self.batch_size)
         x = drawn_x.astype(dtype, copy=False)  # users × m × d
         y = drawn_y.astype(dtype, copy=False)  # users × m × 1
         rows = x.reshape(-1, self.features)
         return Batch(users, self.counts[users], rows, y.reshape(-1, 1), list(x))
 
-    def basis(self, user: int) -> Floats:  # noqa: ARG002 - it is everybody's
+    def basis(self, user: int) -> Floats:  # noqa: ARG002 - the same for every user
         """The features themselves."""
         return np.eye(self.features)
 
@@ -272,7 +272,7 @@ def _to_dense(x: Features) -> Floats:
 
 
 def array_bytes(x: Features) -> int:
-    """Of an array or a sparse matrix."""
+    """The memory of an array or a sparse matrix."""
     if isinstance(x, sparse.csr_array):
         return int(x.data.nbytes + x.indices.nbytes + x.indptr.nbytes)
     return int(x.nbytes)

@@ -1,8 +1,8 @@
 """Predictions by the personal models of a run, for users who took part and for new ones.
 
-Simulations hold everyone's rows, so the model of a user who took part is worked out again from them
-and from what was published. Somebody new gets one from rows of the new file whose target is known.
-Either way nothing is released.
+Simulations hold everyone's rows, so the model of a user who took part is computed again from them
+and from the published arrays. A new user's model is made from the rows of the new file whose target
+is known. Either way nothing is released.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ def predict_file(
 
     models = _PersonalModels(directory, data, user, schema)
     numbers = {name: number for number, name in enumerate(models.trained.users)}
-    first = 2 if models.table.lines else 0  # below the header of a .csv, if each row is a line
+    first = 2 if models.table.lines else 0  # the line below the header of a .csv
     users = pd.Series(models.users)
     parts = []
     for name, rows in users.groupby(users).indices.items():
@@ -105,7 +105,7 @@ class _PersonalModels:
                 f"{data}: new rows need columns with names, as those of {self.trained.source}: "
                 "train on a .csv or .parquet file, and give one here"
             )
-        # what is found in the head of a file may differ from the run's
+        # a byte order mark of the new file may differ from the run's
         encoding = "" if named.encoding in (UTF_8, "utf-16") else named.encoding
         self.table = read_table_file(data, None, encoding)
         if not self.table.rows:
@@ -118,7 +118,7 @@ class _PersonalModels:
         self.y = _known_targets(self.table, named)
 
     def predict_known(self, number: int, rows: Indices) -> list[float | str]:
-        """By the model of a user who took part."""
+        """Predictions by the model of a user who took part."""
         means = np.zeros(self.x.shape[1])
         if self.schema.missing == OWN_MEAN:
             raw = replace(self.problem, scale="none").per_user()
@@ -129,7 +129,8 @@ class _PersonalModels:
         return self._predictions(self.trained.only([number]), model, rows, means)
 
     def predict_new(self, name: str, rows: Indices) -> tuple[list[float | str], str]:
-        """By a model made from the rows whose target is known; by w alone if there are none."""
+        """Predictions by a model from the rows with a known target, or by w alone without any; and
+        which of the two it was."""
         known = rows[np.isfinite(self.y[rows])]
         if not len(known) and self.trained.task == "regression":
             raise self.table.refuse(
@@ -147,20 +148,22 @@ class _PersonalModels:
         model = self._model(own, 0)
         if len(known):
             return self._predictions(own, model.mixture, rows, means), NEW
-        return self._predictions(own, model.models[SHARED_PREFIX], rows, means), SHARED
+        shared_alone = model.models[SHARED_PREFIX]
+        return self._predictions(own, shared_alone, rows, means), SHARED
 
     def _new_user(self, rows: Indices, means: Vector) -> PerUser:
-        """A new user's rows as the only user's, scaled by themselves as everyone's were."""
+        """A new user alone, whose rows are scaled by themselves as everyone's were."""
         y: Any = np.nan_to_num(self.y[rows])
         if self.trained.task == "classification":
             y = y.astype(np.int64)
         if self.trained.task == "multi-label":
             y = 0 * self.trained.y[np.zeros(len(rows), dtype=np.intp)]
-        raw = replace(self.trained.with_rows(self._fill_means(rows, means), y), own=None)
+        x = self._fill_means(rows, means)
+        raw = replace(self.trained.with_rows(x, y), own=None)
         return raw if self.trained.own is None else scale_own_rows(raw)
 
     def _fill_means(self, rows: Indices, means: Vector) -> NDArray[np.float64]:
-        """New rows, with these numbers in their gaps."""
+        """New rows with these means in their gaps."""
         return np.where(np.isfinite(self.x[rows]), self.x[rows], means)
 
     def _model(self, data: PerUser, number: int) -> MixtureModel:
@@ -180,9 +183,10 @@ class _PersonalModels:
     def _predictions(
         self, own: PerUser, model: Mixture, rows: Indices, means: Vector
     ) -> list[float | str]:
-        """Of a user's model for new rows of that user, who is alone in ``own``."""
+        """A model's predictions for new rows of the only user in ``own``."""
         seen = scale_new_rows(own, self._fill_means(rows, means))
-        scores = model.predict(seen.model_rows(np.arange(len(rows))))
+        x = seen.model_rows(np.arange(len(rows)))
+        scores = model.predict(x)
         if own.task == "regression":
             amounts = (scores[:, 0] + self.problem.target_shift) * own.units[0]
             if own.own is not None:

@@ -1,4 +1,4 @@
-"""Which data and which model an experiment is about: flat keys, and the users that a file holds."""
+"""The data and the model of an experiment: their flat keys, and the users of a file."""
 
 import functools
 import hashlib
@@ -35,7 +35,7 @@ DEVICE = "device"  # the scale of the recipe: each device scales its own rows
 NO_REPRESENTATION = "none"
 LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
-BY_SCHEMA = (  # what a schema says in their place
+BY_SCHEMA = (  # keys that a schema replaces
     "users",
     "min_train",
     "user_column",
@@ -51,7 +51,7 @@ BY_SCHEMA = (  # what a schema says in their place
     "test_fraction",
     "task",
 )
-# what the rows as a model sees them do not depend on, and what those of the file do not, either
+# keys that do not change the rows as a model sees them, and more that do not change those read
 NOT_SEEN = ("data_checksum", "features", "batch_size", "loss", "target_shift")
 NOT_READ = (
     *("select_on", "validation_fraction", "scale", "bias", "model"),
@@ -63,7 +63,7 @@ NOT_READ = (
 class Problem:
     """A data set, how it is read, and the model.
 
-    What is not said about columns is found in the file. Several columns are separated by commas.
+    Columns that are not named are found in the file. Several columns are separated by commas.
 
     Args:
         data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or another data set of
@@ -71,9 +71,9 @@ class Problem:
             a SQLite file of TensorFlow Federated.
         data_checksum: of that file, filled in when it is read. Other contents under the same name
             are refused.
-        schema: a file that ``ppsgd look --write`` has written and its author has read: then nothing
-            is looked for in the rows, and it takes the place of all that follows about them.
-        schema_checksum: of that file, as of the data.
+        schema: a file that ``ppsgd look --write`` has written and its author has read. It replaces
+            all keys below about columns, and nothing is inferred from the rows.
+        schema_checksum: of that file, likewise.
         users: the largest number of users; the first ones are taken.
         min_train: leave out users with fewer training rows.
         user_column: names the user; "user" by default.
@@ -144,7 +144,7 @@ class Problem:
     representation_seed: int = 0
 
     def __post_init__(self) -> None:
-        """Whatever can be told without the file."""
+        """Check all that does not need the file."""
         for name, allowed in WORDS.items():
             word = getattr(self, name)
             quoted = [repr(one) for one in allowed if one]
@@ -180,7 +180,7 @@ class Problem:
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Self:
-        """From flat settings that hold other keys too."""
+        """From flat settings, which may hold other keys too."""
         hints = get_type_hints(cls)
         values = {}
         for key, value in part_of(with_keys(flat), cls).items():
@@ -189,7 +189,7 @@ class Problem:
         return cls(**values)
 
     def to_flat(self) -> dict[str, Any]:
-        """The keys that are given."""
+        """The flat keys that are given."""
         return to_flat(self)
 
     def changed_keys(self) -> list[str]:
@@ -198,7 +198,7 @@ class Problem:
         return [key_of(field.name) for field in changed]
 
     def check_squared(self) -> None:
-        """ValueError unless personal models can be made around w, which is of the squared loss."""
+        """ValueError unless w is of the squared loss, as personal models need it."""
         if self.loss != "squared":
             raise ValueError(
                 f"personal models are made around a w of the squared loss, and this one is of "
@@ -239,12 +239,12 @@ class Problem:
         )
 
     def as_by_default(self) -> "Problem":
-        """As ``ppsgd run --data`` shows the rows to a model if nothing else is said."""
+        """With the scale and the bias that ``ppsgd run --data`` uses by default."""
         raw = replace(self, scale=DEVICE)
         return replace(raw, bias=raw.per_user().task != "regression")
 
     def written_schema(self) -> "Schema":
-        """The schema, given or found, with the representation that these settings lead to."""
+        """The schema, given or found, with the chosen representation."""
         schema = self.per_user().schema
         if self.schema:
             return schema
@@ -256,7 +256,7 @@ class Problem:
         ).with_hash()
 
     def chosen_representation(self) -> str:
-        """What the data lead to if it is "auto"."""
+        """The representation; if it is "auto", random convolutions for pictures, else none."""
         if self.representation != AUTO_REPRESENTATION:
             return self.representation
         from flwr_ppsgd.models.representation import RANDOM_CONVOLUTION
@@ -265,7 +265,7 @@ class Problem:
         return RANDOM_CONVOLUTION if is_picture else NO_REPRESENTATION
 
     def per_user(self) -> "PerUser":
-        """The users, as a model sees them. Read again, the same value comes from memory."""
+        """The users, as a model sees them; the latest ones are cached."""
         return _model_rows(self._without(NOT_SEEN))
 
     def file_rows(self) -> "PerUser":
@@ -279,12 +279,13 @@ class Problem:
     def visits_in(self, passes: float | None) -> NDArray[np.intp] | None:
         """How often each user draws a whole minibatch in ``passes`` over the own samples.
 
-        What is left over is never used. None if there is no limit.
+        Samples left over are never used. None without a limit.
         """
         if passes is None:
             return None
         sizes = self.per_user().train_sizes
-        whole = passes * sizes // np.minimum(sizes, self.batch_size)
+        minibatch = np.minimum(sizes, self.batch_size)
+        whole = passes * sizes // minibatch
         return np.asarray(np.maximum(1, whole), dtype=np.intp)
 
 
@@ -300,7 +301,7 @@ def _load_rows(problem: Problem) -> "PerUser":
 
 @functools.lru_cache(maxsize=4)
 def _model_rows(problem: Problem) -> "PerUser":
-    """The rows of a file with what the settings do to them, but for ``NOT_SEEN``."""
+    """The rows of a file as a model sees them; ``problem`` has the defaults of ``NOT_SEEN``."""
     from flwr_ppsgd.lab.scaling import scale_own_rows, with_kinds
 
     data = problem.file_rows()
@@ -315,7 +316,7 @@ def _model_rows(problem: Problem) -> "PerUser":
 
 
 def _with_representation(data: "PerUser", problem: Problem) -> "PerUser":
-    """As a linear model sees the rows: Φ of each."""
+    """With Φ, if a representation is chosen, and a note that says so."""
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
         representation_of,
@@ -346,7 +347,7 @@ def _with_representation(data: "PerUser", problem: Problem) -> "PerUser":
 
 
 def place_of(data: str) -> str:
-    """Absolute if it is a file: workers run in another directory."""
+    """An absolute path if it is a file: workers may run in another directory."""
     from flwr_ppsgd.lab.public import is_hub_name
 
     if is_hub_name(data):

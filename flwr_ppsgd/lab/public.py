@@ -1,8 +1,8 @@
-"""Public data sets in the layouts that people have them in, as columns.
+"""Read public data sets in their usual layouts as columns.
 
 Federated EMNIST and Stack Overflow (TensorFlow Federated's files), the hub of flwr-datasets, LEAF's
-JSON, folders of .parquet files and of pictures. Without a network, what is on disk can be read, and
-one line says what is missing. Nothing is written beside a source.
+JSON, folders of .parquet files and of pictures. Only the hub needs a network. Nothing is written
+beside a source.
 """
 
 import json
@@ -53,15 +53,15 @@ def is_public(source: str) -> bool:
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether a source is called as on the hub, "owner/name", and is no file."""
+    """Whether a source has the form "owner/name" of the hub and is not a file."""
     owner, _, name = source.partition("/")
     is_plain = bool(owner) and bool(name) and "/" not in name and not Path(source).suffix
     return is_plain and not Path(source).exists()
 
 
 def read_public(problem: Problem) -> RawTable:
-    """The columns of a public data set: ``user``, ``y``, ``x`` and perhaps ``test``; of a data set
-    with a user column of its own, all of its columns."""
+    """The columns ``user``, ``y``, ``x`` and perhaps ``test`` of a public data set; or all columns
+    of .parquet files that are not federated EMNIST."""
     if is_hub_name(problem.data):
         return _digits(_read_hub(problem), problem)
     path = Path(problem.data)
@@ -106,7 +106,8 @@ def _read_hub(problem: Problem) -> RawTable:
 
 
 def _digits(table: RawTable, problem: Problem) -> RawTable:
-    """Of federated EMNIST the digits by writer, unless other columns are named."""
+    """The digits by writer of federated EMNIST; unchanged if it is another table, or if columns are
+    named."""
     is_femnist = {WRITER, CHARACTER} <= set(table.columns)
     if problem.user_column or problem.schema or not is_femnist:
         return table
@@ -223,7 +224,7 @@ def _read_sqlite(path: Path, users: int | None) -> RawTable:
 
 
 def _emnist(clients: TffClients, path: Path, users: int | None) -> RawTable:
-    """Digits by writer, with the file's own test parts. Its background is 1 and its ink 0."""
+    """Digits by writer, with the test parts of the file. The background is 1 and the ink 0."""
     images = []
     labels: list[int] = []
     writers: list[str] = []

@@ -1,4 +1,4 @@
-"""What a run or a sweep measured: one row for each evaluated round, as a value and as JSON."""
+"""The rows of runs and sweeps, one for each evaluated round, as values and as JSON."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -49,12 +49,12 @@ class GridPoint:
     target_epsilon: float | None = None
 
     def key(self) -> dict[str, Any]:
-        """What names the setting in a row of JSON."""
+        """The keys of the setting in a row of JSON."""
         return {key_of(name): _to_json(value) for name, value in asdict(self).items()}
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Self:
-        """The setting that a row of JSON is about."""
+        """The setting of a row of JSON."""
         values = {}
         for field in fields(cls):
             value = flat[key_of(field.name)]
@@ -69,9 +69,9 @@ class SweepRow:
     Args:
         point: the setting.
         round: the number of rounds trained so far.
-        measures: over all users; what is not finite is left out.
+        measures: over all users; those that are not finite are left out.
         diverged: its measures grew without bound; it has no later row.
-        deployed_epsilon: what the rounds would cost a deployment; None until it is worked out. The
+        deployed_epsilon: what the rounds would cost a deployment; None until it is computed. The
             sweep itself guarantees nothing: it has simulation noise.
         paper_epsilon: what the paper would print for cohorts of a fixed size. Not a guarantee.
     """
@@ -95,11 +95,8 @@ class SweepRow:
         return self.deployed_epsilon or 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The row as it stands in a file.
-
-        ``epsilon`` is what is guaranteed: 0 if nothing was released, else infinite, as in any
-        simulation.
-        """
+        """The row as JSON. ``epsilon`` is what is guaranteed: 0 if nothing was released, else
+        infinite, as in any simulation."""
         guaranteed = 0.0 if self.deployed_epsilon == 0 else math.inf
         return {
             **self.point.key(),
@@ -113,7 +110,7 @@ class SweepRow:
 
     @classmethod
     def from_json(cls, flat: Mapping[str, Any]) -> Self:
-        """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
+        """From JSON; KeyError, TypeError or ValueError if it is not such a row."""
         return cls(
             point=GridPoint.of(flat),
             round=int(flat["round"]),
@@ -165,7 +162,7 @@ class RunRow:
     measures: Mapping[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """The row as it stands in a file. It says what is outside the guarantee."""
+        """The row as JSON, with the names of measures outside the guarantee."""
         named = [name for name in self.measures if name not in RUN_ROW_KEYS]
         return {
             "round": self.round,
@@ -177,7 +174,7 @@ class RunRow:
 
     @classmethod
     def from_json(cls, flat: Mapping[str, Any]) -> Self:
-        """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
+        """From JSON; KeyError, TypeError or ValueError if it is not such a row."""
         epsilon = float(_from_json(flat["epsilon"]))
         deployed = float(_from_json(flat["deployed_epsilon"]))
         return cls(int(flat["round"]), epsilon, deployed, _measures(flat, RUN_ROW_KEYS))
@@ -187,7 +184,7 @@ RUN_ROW_KEYS = {"round", "epsilon", "deployed_epsilon", "outside_the_guarantee"}
 
 
 def _measures(flat: Mapping[str, Any], others: Collection[str]) -> dict[str, float]:
-    """What stands in a row besides the keys that are known."""
+    """The values of all keys but ``others``."""
     return {name: _from_json(value) for name, value in flat.items() if name not in others}
 
 

@@ -1,4 +1,4 @@
-"""An experiment: settings and data in; a trained w, rows of measures, a privacy statement out."""
+"""Run an experiment: train, measure, and state the privacy."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -33,22 +33,22 @@ from flwr_ppsgd.wire import BESIDE
 
 MOST_NUMBERS = 1 << 28  # in the training rows of learners that are kept in memory
 SEED_BITS = 31
-# arguments of a strategy that a simulation on a cohort engine has no use for
+# arguments of a strategy that do not apply to a cohort engine
 NO_SERVER = {"enrolled": None, "checkpoint_dir": None, "budget_dir": None, "evaluate_every": 0}
 SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 
-OnRound: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
+OnRound: TypeAlias = Callable[[int, Result, Ledger], None]  # the round, results and charges so far
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run leaves behind.
+    """The results of a run.
 
     Args:
         experiment: what was run.
         release: what every round released.
         ledger: everything that was charged.
-        privacy_data: gives what is promised, as data.
+        privacy_data: makes the privacy statement, as data.
         w: the trained parameters.
         rows: one for each evaluated round.
         stopped: the user has ended the run early.
@@ -74,14 +74,14 @@ def run(experiment: Experiment, on_round: OnRound | None = None) -> RunOutcome:
 
 
 def train_in_process(experiment: Experiment, on_round: OnRound | None = None) -> RunOutcome:
-    """``run``, also if rows are set apart for choosing among settings."""
+    """``run`` without the check that there are no validation rows."""
     task = experiment.task
     most = experiment.training.population
     if experiment.problem.data != SYNTHETIC:
         data = experiment.problem.per_user()
         rows = max(1.0, data.train_sizes.mean())
         most = int(MOST_NUMBERS / (rows * data.features))
-    kept: dict[int, Learner] = {}  # the first ones: rounds visit everybody in turn
+    kept: dict[int, Learner] = {}  # of the first users
 
     def learner_of(user: int) -> Learner:
         if user in kept:
@@ -110,7 +110,7 @@ def _train_on(
     learner_of: Callable[[int], Learner],
     on_round: OnRound | None = None,
 ) -> RunOutcome:
-    """Ctrl-C ends the run early; ε is then still that of the planned rounds."""
+    """Train and measure. Ctrl-C ends the run early; ε is then still that of the planned rounds."""
     if experiment.drop_exhausted:
         raise ValueError("drop-exhausted is simulation only: use --engine cohort, or leave it out")
     strategy = PPSGD.from_config(experiment.training.to_flat())
@@ -175,7 +175,7 @@ def _results_of_recipe(
 
 
 def _check_alone(experiment: Experiment) -> None:
-    """ValueError if rows are set apart for a choice that a single run does not make."""
+    """ValueError with validation rows: a single run chooses nothing by them."""
     if experiment.problem.select_on != "test":
         raise ValueError(
             "select-on = 'validation' sets rows apart for choosing among settings, and a run has "
@@ -190,7 +190,7 @@ def _run_row(round_: int, ledger: Ledger, measures: Mapping[str, float]) -> RunR
 
 
 def _check_finite(experiment: Experiment, w: ArrayRecord, rows: list[RunRow]) -> None:
-    """RuntimeError if w or what was measured has grown beyond all bounds."""
+    """RuntimeError if w is not finite or the measures have diverged."""
     finite = all(np.isfinite(array).all() for array in w.to_numpy_ndarrays())
     if not finite or (rows and has_diverged(rows[0].measures, rows[-1].measures)):
         step = experiment.training.step
@@ -199,8 +199,11 @@ def _check_finite(experiment: Experiment, w: ArrayRecord, rows: list[RunRow]) ->
 
 
 def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> RunOutcome:
-    """A simulation that guarantees nothing: the paper's method on a cohort engine, with the same w
-    and θ many times faster; the recipe as in ``run``, with a seed."""
+    """A simulation without any guarantee.
+
+    The paper's method runs on a cohort engine, which gives the same w and θ many times faster; the
+    recipe runs as in ``run``, with an insecure seed.
+    """
     training = experiment.training
     if training.automatic:
         if experiment.drop_exhausted:

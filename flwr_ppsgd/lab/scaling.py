@@ -1,7 +1,7 @@
-"""Features on raw scales: each user's own mean and deviation, on the device.
+"""Scale features by each user's own mean and deviation, on the device.
 
 A user computes them from the own training rows and they never leave the device, so they cost no
-privacy. Which columns are numbers is the schema's.
+privacy. The schema decides which columns are numbers.
 """
 
 from dataclasses import replace
@@ -14,15 +14,15 @@ from flwr_ppsgd.lab.per_user import Indices, OwnScale, PerUser
 from flwr_ppsgd.lab.tables import Values
 from flwr_ppsgd.recipe import Matrix
 
-FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought there
+FARTHEST = 5.0  # own deviations from the own mean, at which values are cut
 ROUND_OFF = 1e-9  # a deviation of at most this share of the mean is round-off
 
 
 def scale_own_rows(data: PerUser) -> PerUser:
-    """(x − m_i) / s_i with each user's own mean and deviation, cut at ±5, for columns of numbers;
-    targets of regression alike, without the cut.
+    """(x − m_i) / s_i, cut at ±5, with each user's own mean and deviation, for columns of numbers;
+    the same without the cut for targets of regression.
 
-    A column that is constant in a user's training rows is 0, in that user's other rows too.
+    A column that is constant in a user's training rows is 0 in all rows of that user.
     """
     is_regression = data.task == "regression"
     columns = np.zeros(0, dtype=np.intp)
@@ -52,9 +52,9 @@ def scale_own_rows(data: PerUser) -> PerUser:
 
 
 def with_kinds(data: PerUser) -> PerUser:
-    """With the kind of each column, by which every device scales its own rows under the recipe.
+    """With the kind of each feature, by which every device scales its own rows under the recipe.
 
-    Pixels and representations are used as they are.
+    Representations are used as they are.
     """
     if data.representation is not None:
         return replace(data, kinds=("as-is",) * data.width)
@@ -62,11 +62,11 @@ def with_kinds(data: PerUser) -> PerUser:
 
 
 def scale_new_rows(one: PerUser, x: Values) -> PerUser:
-    """New rows of a single user, as that user's model sees them; their targets are not known.
+    """New rows of a single user, scaled by that user's mean and deviation; targets are 0.
 
     Args:
-        one: that user alone, with rows that were scaled.
-        x: the new rows as the source has them.
+        one: that user alone, with scaled rows.
+        x: the new rows, not scaled.
     """
     rows = sparse.csr_array(x) if one.is_sparse else x
     new = one.with_rows(rows, np.zeros(x.shape[0]))
@@ -76,7 +76,7 @@ def scale_new_rows(one: PerUser, x: Values) -> PerUser:
 
 
 def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
-    """Means and deviations of each user's training rows; of classes, targets stay as they are."""
+    """Means and deviations of each user's training rows, and of the targets in regression."""
     mean = np.zeros((len(data), len(columns)))
     std = np.full((len(data), len(columns)), np.inf)
     centre = np.zeros((len(data), data.outputs))
@@ -100,7 +100,7 @@ def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
 
 
 def _scale_targets(data: PerUser, own: OwnScale) -> Matrix:
-    """Targets as each user's model sees them, in the shape that they have."""
+    """(y − centre) / unit of each user, in the shape of y."""
     sizes = np.diff(data.offsets)
     centre = np.repeat(own.centre, sizes, axis=0)
     unit = np.repeat(own.unit, sizes)
@@ -121,9 +121,10 @@ def _scale_columns(data: PerUser, own: OwnScale) -> Values:
         x[:, own.columns] = scaled
         return x
     others = np.setdiff1d(np.arange(data.x.shape[1]), own.columns)
-    parts = sparse.hstack([sparse.csr_array(scaled), data.x[:, others]], format="csr")
+    blocks = [sparse.csr_array(scaled), data.x[:, others]]
+    together = sparse.hstack(blocks, format="csr")
     order = np.argsort(np.concatenate([own.columns, others]))
-    return sparse.csr_array(parts[:, order])
+    return sparse.csr_array(together[:, order])
 
 
 def _float_copy(x: Values) -> Matrix:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_type_hints
 
 from flwr_ppsgd.checks import one_of
-from flwr_ppsgd.lab.disk import PRIVATE_FILE
+from flwr_ppsgd.database import PRIVATE_FILE
 from flwr_ppsgd.settings import (
     check_known,
     key_of,
