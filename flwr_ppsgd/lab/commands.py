@@ -1,6 +1,6 @@
-"""The commands of the laboratory. Parses, calls, prints; loaded when one of them is asked for.
+"""The commands of the laboratory: parse options, call the laboratory, print.
 
-Nothing heavy is imported before a command needs it: help and lists answer at once.
+Nothing heavy is imported before a command needs it, so that help and lists appear at once.
 """
 
 import enum
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_EXTENSIONS = 3  # of a grid, in one command
 UNITS = ["", "K", "M", "G", "T"]  # of bytes, each 1000 of the one before
 
-SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
+SETTINGS = {  # keys of --set and of an experiment file, by topic
     "Training": "method population rate cohort-size cohort-mean rounds passes step alpha-q "
     "clip-norm total-batch average sparse replies batch-size",
     "Privacy": "epsilon delta noise-multiplier max-epsilon budget-dir insecure-seed secure-honest "
@@ -35,7 +35,7 @@ SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
     "fine-tune-steps drop-exhausted precision",
     "Server": "enrolled min-online wait-timeout round-timeout checkpoint-dir checkpoint-every",
 }
-DATA_KEYS = {  # of the options about a file
+DATA_KEYS = {  # the keys of options about a file
     "schema": "schema",
     "user": "user-column",
     "target": "target-column",
@@ -73,7 +73,7 @@ DeltaOption = Annotated[
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", help="Show what was found in the data, and the statement.")
 ]
-# which columns are what: the most frequent keys of an experiment file about data
+# options for the most frequent keys about data
 SchemaOption = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="What is public about the rows, from look --write."),
@@ -214,7 +214,7 @@ def run(  # noqa: PLR0917 - typer's own way
 
 
 def _train_and_save(experiment: "Experiment", out: Path, engine: EngineName) -> bool:
-    """Write the output directory; whether the user has stopped the run."""
+    """Train, write the output directory, and return whether the user has stopped the run."""
     from flwr_ppsgd.lab import flwr_run, screen
     from flwr_ppsgd.lab import run as running
     from flwr_ppsgd.lab.outputs import save
@@ -420,7 +420,7 @@ def _overrides(settings: list[str] | None) -> dict[str, Any]:
 
 
 def _toml_value(text: str) -> Any:
-    """A TOML value, a number or a text. ``.2`` is a number to a person, though not to TOML."""
+    """A TOML value, a number or a text; ``.2`` is a number too, although not in TOML."""
     text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
     try:
         parsed = tomllib.loads(f"value = {text}")

@@ -1,8 +1,9 @@
-"""What is public about a file of users' rows: the form of a model, and how rows are read.
+"""A schema: what is public about a file of users' rows, that is the form of a model and how rows
+are read.
 
-``ppsgd look FILE --write schema.toml`` writes one down; its author reads it, corrects it and
-declares it to be public. With it nothing is looked for in the rows: a category or a class that it
-does not list changes nothing but what that user's own rows say.
+``ppsgd look FILE --write schema.toml`` writes a schema; its author reads it, corrects it and
+declares it to be public. A run with a schema infers nothing from the rows: a category or a class
+that is not listed affects only the rows of the user who has it.
 """
 
 import hashlib
@@ -28,14 +29,14 @@ TaskName: TypeAlias = Literal["classification", "multi-label", "regression"]
 TASKS = ("classification", "multi-label", "regression")
 NUMBER = "number"  # scaled on each device by the user's own mean and deviation
 FLAG = "flag"  # 0 and 1, used as it is
-CATEGORY = "category"  # one feature for each of its words; another word is zeros
+CATEGORY = "category"  # one feature for each of its words, all 0 for another word
 HASHED = "hashed"  # a category with a public hash in place of its words
 TEXT = "text"  # the share of each word among the words of a row, hashed
 SPARSE = "sparse"  # columns that most users lack
 PICTURE = "picture"  # pixels
 LEFT_OUT = "left out"  # not used
-PLAIN = (NUMBER, FLAG, HASHED, TEXT, LEFT_OUT)  # kinds that need no more words
-WIDE = (NUMBER, SPARSE, PICTURE)  # kinds that an array of several columns can have
+PLAIN = (NUMBER, FLAG, HASHED, TEXT, LEFT_OUT)  # kinds that a schema file names by a word alone
+ARRAY_KINDS = (NUMBER, SPARSE, PICTURE)  # of an array of several columns
 BUCKETS = 4096  # features of a hashed column
 MOST_DENSE = 64  # words of a category; with more its columns are sparse
 OWN_MEAN = "own-mean"
@@ -77,7 +78,7 @@ class Column:
 
     @property
     def features(self) -> int:
-        """The number of features that a model gets from it."""
+        """The number of features of this column in a model."""
         if self.kind == LEFT_OUT:
             return 0
         if self.kind == CATEGORY:
@@ -93,7 +94,7 @@ class Column:
         return [self.name] if self.kind in (NUMBER, FLAG) else []
 
     def model_kinds(self) -> list[str]:
-        """The kind of each feature, as of ``AdditiveLinear``."""
+        """The kind of each feature, as in ``AdditiveLinear``."""
         if self.kind == NUMBER:
             kinds = ["number"] * self.width
             for place in places_in(self.flags):
@@ -103,7 +104,7 @@ class Column:
         return ["sparse" if rare else "as-is"] * self.features
 
     def to_toml(self) -> str:
-        """Its value: a kind, a list of words, or a table."""
+        """Its value in a schema file: a kind, a list of words, or a table."""
         if self.kind == CATEGORY:
             return _toml(self.words)
         if self.kind in PLAIN and self.width == 1:
@@ -122,17 +123,17 @@ class Schema:
 
     Args:
         user: the column that names a row's user.
-        enrolled: who takes part; None: all ids in the file.
+        enrolled: the ids of the users who take part; None: all ids in the file.
         target: the columns to predict.
-        task: what they stand for.
+        task: "classification", "multi-label" or "regression".
         classes: of classification, or the labels, in order; of an array of amounts, their names.
         columns: all others, in order.
-        missing: what stands for a feature that is missing, one of ``MISSING``.
+        missing: the value of a missing feature, one of ``MISSING``.
         test: the column that marks test rows; "" for a share of each user's rows.
         time: the column that orders a user's rows: the last ones are test rows.
         test_fraction: each user's test part, unless a column marks it.
         split_seed: decides which rows, unless there is a time column.
-        representation: what a linear model sees of a row, as of ``Problem``.
+        representation: what a linear model sees of a row, as in ``Problem``.
         representation_features: the number of features of a random one; None: its own default.
         representation_seed: of a random one.
         scaling: "own": each user's own mean and deviation, on the device; or "none".
@@ -200,7 +201,7 @@ class Schema:
         return tuple(names) if len(names) == features else ()
 
     def model_kinds(self) -> tuple[str, ...]:
-        """The kind of each feature, as of ``AdditiveLinear``."""
+        """The kind of each feature, as in ``AdditiveLinear``."""
         kinds = [kind for column in self.used_columns for kind in column.model_kinds()]
         if self.scaling != OWN:
             kinds = ["as-is" if kind == "number" else kind for kind in kinds]
@@ -258,40 +259,40 @@ KEYS = [key for key in keys_of(Schema) if key != "sha256"]  # of a schema file
 
 
 def _value_of(key: str, value: Any) -> Any:
-    """A value of a schema file as the schema's; ValueError if it has a wrong type."""
+    """The field of ``Schema`` for a value of a schema file; ValueError for a wrong type."""
     if key == "columns":
         columns = typed_value(key, value, dict)
-        return tuple(_column(name, kind) for name, kind in columns.items())
+        return tuple(_read_column(name, kind) for name, kind in columns.items())
     if key == "enrolled" and value == ALL:
         return None
     if key == "target" and isinstance(value, str):
         return (value,)
     if key in ("target", "classes", "enrolled"):
-        return _texts(key, value)
+        return _tuple_of_texts(key, value)
     if key == "task":
         return value
     return typed_value(key, value, get_type_hints(Schema)[name_of(key)])
 
 
-def _texts(key: str, value: Any) -> tuple[str, ...]:
+def _tuple_of_texts(key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ValueError(f'{key} must be a list of texts, as in ["a", "b"], got {value!r}')
     return tuple(value)
 
 
-def _column(name: str, value: Any) -> Column:
+def _read_column(name: str, value: Any) -> Column:
     """A column from its value in a schema file."""
     where = f"column {name!r}"
     if isinstance(value, list):
-        words = _texts(where, value)
+        words = _tuple_of_texts(where, value)
         if not words or len(set(words)) < len(words):
             raise ValueError(f'{where} must list each word once: correct it, or say "left out"')
         return Column(name, CATEGORY, words)
     if isinstance(value, str):
         one_of(where, value, PLAIN)
         return Column(name, value)
-    if not isinstance(value, dict) or value.get("kind") not in WIDE:
-        kinds = ", ".join((*PLAIN, *WIDE[1:]))
+    if not isinstance(value, dict) or value.get("kind") not in ARRAY_KINDS:
+        kinds = ", ".join((*PLAIN, *ARRAY_KINDS[1:]))
         raise ValueError(f"{where} must be a kind ({kinds}) or a list of words, got {value!r}")
     more = dict(value)
     more["shape"] = tuple(more.get("shape", ()))
@@ -304,7 +305,7 @@ def _column(name: str, value: Any) -> Column:
 
 
 def write_schema(schema: Schema, path: Path, name: str) -> None:
-    """A new file that only its owner may read; ValueError if there is one.
+    """Write a new file that only its owner may read; ValueError if it exists.
 
     Args:
         schema: what to write.
@@ -322,5 +323,5 @@ def write_schema(schema: Schema, path: Path, name: str) -> None:
 
 
 def _toml(value: Any) -> str:
-    """A text, a number, or a list of them: JSON has the same form."""
+    """A text, a number, or a list of them as TOML, in which JSON writes them too."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

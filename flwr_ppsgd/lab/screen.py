@@ -1,6 +1,7 @@
-"""What a run shows, in about a dozen lines: the data, the promise, the result, what to do next.
+"""What a run prints, in about a dozen lines: the data, the promise, the result, what to do next.
 
-Each condition of privacy.json begins with its short form, up to a colon. All of them are shown.
+Each condition of privacy.json begins with a short form that ends at a colon; all of these are
+shown.
 """
 
 import shlex
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
     from flwr_ppsgd.ledger import Ledger
 
-Line: TypeAlias = tuple[str, str]  # a label, and what there is to say
+LabelledLine: TypeAlias = tuple[str, str]  # a label and a text
 
 LABEL_WIDTH = 11
 BAR_WIDTH = 20
 MOST_HINTS = 4  # about the data; the rest is shown by ppsgd look
 NO_GUARANTEE = "NO GUARANTEE"
-DECISIONS = ("left out", "taken as categories")  # notes on columns, which options change
-ADVICE = {  # if something simpler is as good as the personal models
+DECISIONS = ("left out", "taken as categories")  # beginnings of notes that options change
+ADVICE = {  # by the simpler answer that is as good as the personal models
     "without features": "this does not beat an answer without features: look at scales, ids and "
     "gaps with ppsgd look, or allow a larger ε",
     "shared": "the shared model is as good as the personal ones, or better: users are alike, or "
@@ -48,12 +49,12 @@ ADVICE = {  # if something simpler is as good as the personal models
 }
 
 
-def show_lines(lines: Iterable[Line], *, unbroken: bool = False) -> None:
+def show_lines(lines: Iterable[LabelledLine], *, unbroken: bool = False) -> None:
     """Print labels and texts in two columns, broken between words on a terminal.
 
     Args:
         lines: a label and a text each.
-        unbroken: never break them: they are to be copied.
+        unbroken: never break lines, since they are to be copied.
     """
     width = sys.maxsize if unbroken or not console.is_terminal else console.width
     for label, text in lines:
@@ -66,8 +67,8 @@ def show_lines(lines: Iterable[Line], *, unbroken: bool = False) -> None:
         )
 
 
-def data_lines(experiment: Experiment) -> list[Line]:
-    """Before training: users, rows, features and task, and what to look at twice."""
+def data_lines(experiment: Experiment) -> list[LabelledLine]:
+    """Before training: users, rows, features, task, and warnings."""
     problem = experiment.problem
     if problem.data == SYNTHETIC:
         population = experiment.training.population
@@ -75,7 +76,7 @@ def data_lines(experiment: Experiment) -> list[Line]:
     data = problem.per_user()
     users = count_of(len(data), "user")
     task = f"{count_of(data.features, 'feature')} · {data.task_words()}"
-    if problem.schema:  # nothing that a user's rows would change
+    if problem.schema:  # print nothing that depends on a user's rows
         schema = Path(problem.schema).name
         return [("data", f"{Path(problem.data).name} · {users} · {task} · as in {schema}")]
     rows = f"{data.train_sizes.sum():,} training + {data.test_sizes.sum():,} test rows"
@@ -88,7 +89,7 @@ def data_lines(experiment: Experiment) -> list[Line]:
     return [("data", first), *(("", text) for text in more)]
 
 
-def outcome_lines(experiment: Experiment, saved: SavedRun) -> list[Line]:
+def outcome_lines(experiment: Experiment, saved: SavedRun) -> list[LabelledLine]:
     """After training: the promise, the rounds and the result."""
     privacy = saved.privacy
     lines = [("privacy", _promise_text(privacy))]
@@ -112,8 +113,8 @@ def outcome_lines(experiment: Experiment, saved: SavedRun) -> list[Line]:
     return [*lines, ("", advice)] if advice else lines
 
 
-def next_lines(experiment: Experiment, out: Path) -> list[Line]:
-    """What to type next, and the picture."""
+def next_lines(experiment: Experiment, out: Path) -> list[LabelledLine]:
+    """The next command to type, and the picture."""
     directory = shlex.quote(str(out))
     command = f"ppsgd report {directory}"
     problem = experiment.problem
@@ -125,7 +126,7 @@ def next_lines(experiment: Experiment, out: Path) -> list[Line]:
 
 
 def _promise_text(privacy: Mapping[str, Any]) -> str:
-    """Both ε, δ and whom they protect; if nothing is promised, the statement's line on why."""
+    """ε, ε of replace-one, δ and the guarantee; without one, the statement's first line."""
     if privacy["guarantee"] == "none":
         return str(privacy["statement"].splitlines()[0])
     if not privacy["rounds_stated"]:
@@ -154,7 +155,7 @@ def _rounds_text(planned: int, saved: SavedRun) -> str:
 
 
 def advice_on(main: str, values: Mapping[str, float]) -> str:
-    """What to do if the best of the simpler answers is as good as the personal models; else empty.
+    """The advice if the best simpler answer is as good as the personal models; else empty.
 
     Args:
         main: the measure.
@@ -190,7 +191,7 @@ def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:
 
     Args:
         unit: what is counted.
-        transient: it is wiped away at the end, and only a terminal shows it.
+        transient: erased at the end, and shown only on a terminal.
     """
     return Progress(
         TextColumn("{task.description}"),
@@ -222,7 +223,7 @@ def progress_hook(progress: Progress, label: str, rounds: int) -> OnRound:
 
 
 def sweep_hook(progress: Progress) -> OnProgress:
-    """A callback that prints what is going to be run, and shows settings × rounds and time left."""
+    """A callback that prints the plan, and shows settings × rounds and the time left."""
     task = progress.add_task("sweep", total=None, state="")
     shown = ""
 

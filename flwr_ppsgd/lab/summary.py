@@ -1,4 +1,4 @@
-"""What the rows of a sweep say, as data frames: means over seeds, and the best settings.
+"""Summarise the rows of a sweep in data frames: means over seeds, and the best settings.
 
 A frame has a row for each setting and round. ``method``, ``alpha-q``, ``noise-multiplier``,
 ``step``, ``clip-norm`` and ``target-epsilon`` name the setting; at α = 0, where nothing is
@@ -20,7 +20,7 @@ from flwr_ppsgd.statement import rounded_up
 
 SETTING = ["method", "alpha-q", "noise-multiplier", "step", "clip-norm", "target-epsilon"]
 CHOSEN = ["alpha-q", "step", "clip-norm"]  # what a sweep of the paper's method chooses
-SAME_EPSILON = 0.02  # by which part two ε may differ and count as one noise level
+SAME_EPSILON = 0.02  # the relative difference up to which two ε count as one noise level
 ZERO_OUT = "zero-out neighbours"
 PAPERS = "as the paper counts it for cohorts of a fixed size, not a guarantee"
 PERSONALIZED = "personalized"
@@ -54,11 +54,11 @@ def frame_of(rows: Iterable[SweepRow]) -> pd.DataFrame:
 
 
 def means(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """Over seeds, for each setting and round at which no seed had diverged.
+    """Means over seeds, for each setting and round at which no seed has diverged.
 
     ``value`` and ``error`` are the mean and its standard error; ``reported`` and
-    ``reported_error`` the same on test rows, if they were opened there. ``level`` is the noise
-    level; that of the recipe is the one of the paper's method that costs the same ε.
+    ``reported_error`` are the same on test rows, if all seeds were measured there. ``level`` is
+    the noise level; that of the recipe is the one of the paper's method that costs the same ε.
     """
     frame = frame.assign(_tested=frame[as_test_measure(measure)])
     groups = frame.groupby([*SETTING, "round"], dropna=False)
@@ -103,7 +103,7 @@ def best(candidates: pd.DataFrame, measure: str, by: Sequence[str] = ()) -> pd.D
 
 
 def at_level(found: pd.DataFrame, level: float) -> pd.DataFrame:
-    """What there is at one noise level; local learning is there at every one."""
+    """The rows of one noise level, and those of local learning, which has none."""
     return found[(found["level"] == level) | found["level"].isna()]
 
 
@@ -113,7 +113,7 @@ def levels_of(found: pd.DataFrame) -> list[float]:
 
 
 def last_rounds(every: pd.DataFrame) -> pd.DataFrame:
-    """The last round of each setting that got to the end; the recipe is measured once."""
+    """The rows of the last round, and those of the recipe, which is measured once."""
     is_recipe = every["method"] == AUTO
     last = every.loc[~is_recipe, "round"].max()
     return every[is_recipe | (every["round"] == last)]
@@ -139,13 +139,13 @@ def with_ways(every: pd.DataFrame, *, each_alpha: bool = False) -> pd.DataFrame:
 def best_table(
     every: pd.DataFrame, measure: str, trivial: float | None, alone: float | None
 ) -> pd.DataFrame:
-    """The best setting for each noise level at the end of training, and what stands beside it.
+    """The best setting for each noise level at the end of training, beside the other ways.
 
     Args:
         every: from ``means``.
         measure: by which settings are compared.
-        trivial: what is reached without features; None if it is not known.
-        alone: what the recipe's users reach from own rows alone; None if it was not run.
+        trivial: the measure without features; None if it is not known.
+        alone: the measure of the recipe's models from own rows alone; None if it was not run.
     """
     tested = as_test_measure(measure)
     ends = last_rounds(every)
@@ -181,10 +181,10 @@ def best_table(
 
 
 def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
-    """Where the best settings lie at the end of a list of the grid: ``key`` of the list, ``value``
-    at its end, and the next value ``beyond`` it.
+    """The lists of the grid at whose end a best setting lies: their ``key``, the ``value`` at that
+    end, and the next value ``beyond`` it.
 
-    0 and ∞ are the natural ends of αQ, and at α = 0 there is no clip norm.
+    αQ = 0 and αQ = ∞ are natural ends and do not count.
     """
     found = []
     for key in CHOSEN:
@@ -205,16 +205,16 @@ def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the rows of a sweep say.
+    """The results of a sweep.
 
     Args:
         measure: by which settings are compared.
         every: each setting at each reported round, from ``means``.
         table: the best setting for each noise level.
         kind: which ε is meant.
-        settings: the number of settings, seeds apart.
+        settings: the number of settings; those that differ only by seed count once.
         diverged: the number of those that diverged.
-        smallest_step: of all.
+        smallest_step: of all settings.
         edges: where the best setting lies at the end of a list, as ``edges_of`` says.
         trivial: measures on test rows of answers without features, by method.
     """
@@ -235,7 +235,7 @@ class Summary:
         return as_test_measure(self.measure)
 
     def text(self) -> str:
-        """The table, and what there is to say about ε and about the grid."""
+        """The table, the caveats about ε, and remarks on the grid."""
         lines = [self.count_text()]
         if not self.every.empty:
             lines += self._table_lines()
@@ -245,7 +245,7 @@ class Summary:
         return "\n".join(lines)
 
     def _table_lines(self) -> list[str]:
-        """The best for each noise level, and what ε does not cover."""
+        """The table under its heading, and what ε does not cover."""
         if self.table.empty:
             return [CAVEAT]
         head = "Best setting for each noise level, at the end of training:"
@@ -258,7 +258,7 @@ class Summary:
         return [head, self.table.to_string(index=False, na_rep="-", formatters=formats), CAVEAT]
 
     def count_text(self) -> str:
-        """How many settings there are, and how many of them diverged."""
+        """The number of settings and of those that diverged; a remedy if all did."""
         words = f"{self.settings:,} settings, {self.diverged:,} of them diverged"
         if not self.every.empty:
             return f"{words}."
@@ -270,7 +270,7 @@ class Summary:
         )
 
     def remarks(self) -> list[str]:
-        """On which rows settings were chosen, ends of the grid, answers without features."""
+        """On which rows settings were chosen, the ends of the grid, answers without features."""
         lines = [self.chosen_on()]
         for edge in self.edges.itertuples():
             lines.append(
@@ -292,7 +292,7 @@ class Summary:
         return [line for line in lines if line]
 
     def chosen_on(self) -> str:
-        """On which rows settings were chosen, and how much that flatters them."""
+        """On which rows settings were chosen, and how optimistic the numbers are."""
         if self.table.empty or self.measure == "excess_risk":
             return ""
         if self.table["step"].isna().all():
@@ -310,7 +310,7 @@ class Summary:
 
 
 def summarise(rows: Sequence[SweepRow]) -> Summary:
-    """What the rows of a sweep say; that every setting diverged is a result, too."""
+    """The summary of a sweep's rows, also if every setting diverged."""
     measured = [row for row in rows if row.measures and row.point.method not in TRIVIAL_WORDS]
     going_on = [row for row in measured if not row.diverged]
     measure = measure_of((going_on or measured)[0].measures)

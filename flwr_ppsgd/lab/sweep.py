@@ -1,4 +1,4 @@
-"""A grid of settings over one data set: which settings there are, and what each would cost."""
+"""A grid of settings over one data set: its settings, and the ε of each."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, wit
 DEFAULT_SWEEP = "sweep"
 OWN_DATA_SWEEP = "own-data-sweep"
 MOST_SETTINGS = 100_000
-SEEDS = [1, 2, 3]  # of a sweep of the recipe, if nothing else is said
+SEEDS = [1, 2, 3]  # the default of a sweep of the recipe alone
 CLIP_NORM = 1.0  # of the recipe, whose unit is the released size
 
 
@@ -27,7 +27,7 @@ class Sweep:
     """An experiment in which some settings are lists.
 
     Args:
-        base: the first setting of all.
+        base: the experiment with the first value of each list.
         grid: for each key of ``GRID``, its values.
         where: the file, which errors name.
         methods: "paper", "auto" or both. The base is the paper's if it is among them.
@@ -69,8 +69,8 @@ class Sweep:
         """From a TOML file in which each key of ``GRID`` may be a list.
 
         Args:
-            path: a file, or the name of a sweep that ships. None: one of the synthetic problem, or
-                one for own data if ``overrides`` name any.
+            path: a file, or the name of a sweep of this package. None: one of the synthetic
+                problem, or one for own data if ``overrides`` name any.
             overrides: flat keys and values.
         """
         changes = with_keys(overrides or {})
@@ -135,7 +135,7 @@ class Sweep:
         return sorted(found)
 
     def trivial_rows(self) -> list[SweepRow]:
-        """What answers reach that use no features."""
+        """The rows of answers that use no features."""
         rows = []
         for method, measures in self.base.trivial().items():
             point = GridPoint(0, 0.0, 0.0, None, None, method)
@@ -146,7 +146,7 @@ class Sweep:
         """With further values in its lists.
 
         Args:
-            more: flat keys and values; those that cannot be lists are ignored.
+            more: flat keys and values; keys that are not of ``GRID`` are ignored.
         """
         grid = {}
         for key, values in self.grid.items():
@@ -155,7 +155,7 @@ class Sweep:
         return replace(self, grid=grid)
 
     def selection(self) -> list[Selection]:
-        """What it costs to publish the best of all settings of each noise level, privately."""
+        """The ε of publishing the best of all settings of each noise level privately."""
         training = self.base.training
         settings = [point for point in self.points() if point.method == PPSGD]
         seeds = len(self.grid["insecure-seed"])
@@ -170,7 +170,7 @@ class Sweep:
         return found
 
     def to_flat(self) -> dict[str, Any]:
-        """All settings, resolved; a key with more than one value is a list."""
+        """All flat keys; one with more than one value is a list."""
         lists: dict[str, Sequence[Any]] = {**self.grid, "method": self.methods}
         if self.base.training.automatic:
             lists["epsilon"] = [epsilon for _, epsilon in self.recipes]
@@ -182,12 +182,12 @@ class Sweep:
 
 
 def recipe_of(base: Experiment, point: GridPoint) -> Experiment:
-    """The recipe that a setting of "auto" stands for: the base's data and δ, and nothing to tune.
+    """The experiment of a setting of "auto": the base's data and δ, and nothing to tune.
 
     Args:
         base: of the sweep. If it is of the paper's method, its rounds, cohorts, steps and scaling
             are left out.
-        point: ε and seed.
+        point: gives ε and the seed.
     """
     flat = base.to_flat()
     if not base.training.automatic:
@@ -195,7 +195,7 @@ def recipe_of(base: Experiment, point: GridPoint) -> Experiment:
         for key in ("scale", "bias", "target-shift"):
             del flat[key]
     elif base.training.rounds == replace(base.training, rounds=0).rounds:
-        del flat["rounds"]  # by the rule, which gives others at another ε
+        del flat["rounds"]  # they follow from ε, which differs here
     flat |= {"method": AUTO, "insecure-seed": point.seed, "epsilon": point.target_epsilon}
     return Experiment.read(flat, where="sweep")
 
@@ -208,7 +208,7 @@ def _recipes(
     Args:
         base: of the sweep.
         noises: the noise levels of the paper's method.
-        wanted: the ε that they are for; if there are fewer, what the other levels cost.
+        wanted: the ε of the first levels; those of the other levels are computed.
     """
     targets = [float(epsilon) for epsilon in wanted]
     if not base.training.automatic:
@@ -276,9 +276,9 @@ def _check_list(key: str, values: list[Any], where: str) -> None:
 
 
 class EpsilonCache:
-    """ε of each noise multiplier and number of rounds, worked out once.
+    """ε of each noise multiplier and number of rounds, computed once.
 
-    It does not depend on step, α or clip norm. That of the recipe holds all that it releases.
+    It does not depend on step, α or clip norm. For the recipe it covers all of its releases.
     """
 
     def __init__(self, base: Experiment) -> None:
@@ -287,7 +287,7 @@ class EpsilonCache:
         self._known: dict[tuple[Any, ...], tuple[float, float | None]] = {}
 
     def price(self, point: GridPoint, round_: int) -> tuple[float, float | None]:
-        """ε under zero-out neighbours, 0 if nothing was released; and what the paper would print.
+        """ε under zero-out neighbours, 0 if nothing was released; and the paper's ε.
 
         The paper counts cohorts of a fixed size as if each user were drawn independently, which is
         not a guarantee. None for all other cohorts.
@@ -301,7 +301,7 @@ class EpsilonCache:
         return self._known[key]
 
     def _ledger_after(self, point: GridPoint, round_: int) -> Ledger:
-        """What a setting has released after a number of rounds."""
+        """The ledger of a setting after a number of rounds."""
         training = self._base.training
         ledger = Ledger(training.delta)
         if point.noise_multiplier is None or not round_:
@@ -315,7 +315,7 @@ class EpsilonCache:
         return ledger.record(planned.release, round_)
 
     def with_epsilon(self, rows: Iterable[SweepRow]) -> list[SweepRow]:
-        """Each row with its ε, and with the paper's if that is another."""
+        """Each row with its ε, and for cohorts of a fixed size with the paper's."""
         priced = []
         for row in rows:
             honest, paper = self.price(row.point, row.round)
@@ -324,6 +324,6 @@ class EpsilonCache:
 
 
 def _honest_epsilon(ledger: Ledger) -> float:
-    """The smaller of two bounds. At tiny z, where both are vast, PLD can overflow."""
+    """The smaller of two bounds; PLD may overflow at tiny z."""
     with np.errstate(all="ignore"):
         return min(ledger.epsilon(), ledger.quick_epsilon())

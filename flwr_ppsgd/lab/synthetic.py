@@ -15,7 +15,7 @@ DIFFERING = 5  # the last coordinates, in which users differ
 
 @dataclass(frozen=True, eq=False)
 class Synthetic:
-    """The paper's regression (Section 6): θ_i* = θ_0 plus a little in the last 5 coordinates.
+    """The paper's regression (Section 6): θ_i* = θ_0 plus small differences in 5 coordinates.
 
     θ_0 ~ N(0, 10² I), the differences ~ N(0, .01²), x ~ N(0, diag(1/k)), label noise .01.
 
@@ -31,7 +31,7 @@ class Synthetic:
 
     @classmethod
     def draw(cls, users: int, features: int, seed: int) -> "Synthetic":
-        """A problem that depends on the seed alone."""
+        """A problem whose optima and samples follow from the seed."""
         truth = generator("synthetic", seed)
         common = truth.normal(0, 10, features)
         optima = np.tile(common, (users, 1))
@@ -45,7 +45,7 @@ class Synthetic:
         return 1 / np.arange(1, self.optima.shape[1] + 1)
 
     def batch(self, user: int, visit: int, size: int) -> tuple[Matrix, Matrix]:
-        """Fresh samples, which depend on (seed, user, visit) alone."""
+        """Fresh samples, which follow from (seed, user, visit)."""
         x, y = self.batches(np.array([user]), np.array([visit]), size)
         return x[0], y[0]
 
@@ -84,12 +84,12 @@ class FreshSamples:
         return self._problem.batch(self._user, visit, self.num_examples)
 
     def everything(self) -> tuple[Matrix, Matrix]:
-        """Samples of a visit that no training has: the stream itself has no end."""
+        """The samples of visit 0, which training never uses: the stream itself has no end."""
         return self(0)
 
 
 class SyntheticLearner(AdditiveLinear):
-    """An additive linear learner that is measured against the truth behind its data."""
+    """An additive linear learner that is measured by the excess risk."""
 
     def __init__(self, problem: Synthetic, user: int, batch_size: int) -> None:
         samples = FreshSamples(problem, user, batch_size)

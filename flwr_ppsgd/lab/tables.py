@@ -1,7 +1,7 @@
-"""Files of users' rows as columns: .csv by pandas' C engine, .parquet by Arrow, .npz by numpy.
+"""Read files of users' rows as columns: .csv by pandas, .parquet by Arrow, .npz by numpy.
 
-Users and categories are text, as they are written: 007 is not 7, and NA may be a name. Separator
-and decimal comma are found in the head of a .csv.
+Users and categories are text: 007 is not 7, and NA may be a name. The separator and the decimal
+comma of a .csv are found in its head.
 """
 
 import codecs
@@ -33,7 +33,7 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 WIDE = ("utf-16", "utf-32", "utf_16", "utf_32")  # encodings in which letters have zero bytes
 DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 DECIMAL_POINT = re.compile(r"-?\d+\.\d+")
-MOST_SHOWN = 12  # names that an error lists
+MOST_SHOWN = 12  # names in an error
 MOST_LETTERS = 200  # of another library's error
 ENDINGS = (".csv", ".tsv", ".txt", ".parquet", ".npz")
 COLUMN_OPTIONS = {"user": " (--user names the column)", "y": " (--target names the column)"}
@@ -72,7 +72,7 @@ class CsvFormat:
                     yield reader.line_num, record
 
     def line(self, row: int) -> int:
-        """The line in which a row ends; about, if pandas and ``csv`` count rows differently."""
+        """The line in which a row ends; approximate if pandas and ``csv`` disagree on rows."""
         rest = itertools.islice(self.records(), row, None)
         line, _ = next(rest, (row + self.above + 1, []))
         return line
@@ -99,11 +99,11 @@ class RawTable:
         source: the file, for messages.
         columns: by name, one value per row; an array may have several columns.
         shapes: of pictures and of arrays with more than two axes, by column.
-        only_x: whether features are in the column x alone; others may be anything.
+        only_x: whether all features are in the column x; other columns are ignored.
         feature_names: of the columns of an array x, if the file names them.
-        classes: the names of classes or labels, if the source knows all of them.
+        classes: the names of all classes or labels, if the source lists them.
         notes: what was changed.
-        lines: of a .csv, how it is written: messages then count lines.
+        lines: the format of a .csv, with which messages count lines; None for other files.
     """
 
     source: str
@@ -123,7 +123,7 @@ class RawTable:
 
     @property
     def decimal(self) -> str:
-        """What stands before the decimals of a number in text."""
+        """The decimal point or comma of numbers in text."""
         return self.lines.decimal if self.lines else "."
 
     def column(self, name: str) -> Values:
@@ -134,7 +134,7 @@ class RawTable:
         raise ValueError(f"{self.source}: {missing_name(name, self.columns, what)}")
 
     def refuse(self, what: str, remedy: str, row: int | None = None) -> ValueError:
-        """An error in one line: the file, what is wrong, in which row, what to do."""
+        """An error in one line: the file, the problem, the row, the remedy."""
         where = ""
         if row is not None:
             where = f" in row {row}" if self.lines is None else f" in line {self.lines.line(row)}"
@@ -147,7 +147,7 @@ class RawTable:
 
 
 def missing_name(name: str, names: Iterable[Any], what: str) -> str:
-    """A line that lists the names of a file, and asks whether the nearest one is meant."""
+    """An error text with the names of a file and the nearest one."""
     known = [str(other) for other in names]
     shown = printable(", ".join(known[:MOST_SHOWN]), MOST_LETTERS)
     if len(known) > MOST_SHOWN:
@@ -169,10 +169,10 @@ def read_table_file(
 
     Args:
         path: the file.
-        text: columns of a .csv that are text, whatever is in them; None: all of them.
-        encoding: of a .csv; by default UTF-8, or what a byte order mark says.
+        text: columns of a .csv that are text, whatever their values; None: all of them.
+        encoding: of a .csv; by default that of a byte order mark, else UTF-8.
         separator: between the values of a .csv; found in its head by default.
-        decimal: "." or ","; the same.
+        decimal: "." or ","; likewise.
     """
     ending = path.suffix.lower()
     if ending not in ENDINGS:
@@ -220,7 +220,7 @@ def _read_csv(
     try:
         frame = _parse_csv(written, numbers)
         still = [name for name in numbers if frame[name].dtype.kind in "iufb"]
-        if still != numbers:  # there are words further down
+        if still != numbers:  # a column has words below the head
             frame = _parse_csv(written, still)
     except UnicodeDecodeError:
         raise _wrongly_encoded(path, encoding) from None
@@ -235,7 +235,7 @@ def _read_csv(
 
 
 def _parse_csv(written: CsvFormat, numbers: Collection[str]) -> Any:
-    """The data frame, in which all other columns than ``numbers`` are text."""
+    """The data frame, in which all columns but ``numbers`` are text."""
     import pandas
 
     with warnings.catch_warnings():
@@ -326,8 +326,8 @@ def as_number(text: str) -> float | None:
 
 
 def distinct_names(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Each name once, and notes: a column without a name is called by its place, a second one of a
-    name by both."""
+    """Distinct names, and notes: a column without a name gets its place as one, and a repeated name
+    gets its place appended."""
     found: list[str] = []
     notes = []
     for place, name in enumerate(names, 1):

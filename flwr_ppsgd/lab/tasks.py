@@ -1,7 +1,7 @@
-"""What is learnt, as each engine sees it: one user's learner, w at the start, everyone's engine.
+"""The task of an experiment: one user's learner, the initial w, and the cohort engine.
 
 A linear model on the paper's synthetic problem or on own data, or the paper's CNN on own data.
-Engines, and with them scipy and torch, are loaded when they are first needed.
+Engines, and with them scipy and torch, are imported when they are first needed.
 """
 
 import functools
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PIXELS = 28 * 28
 SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
-MOST_SETTINGS = 128  # side by side: more gain little, and a kill loses what is under way
+MOST_SETTINGS = 128  # side by side: more gain little, and a kill loses a whole block
 MOST_COLUMNS = 4096  # settings × outputs
 MOST_NETWORKS = 8
 FLOAT_BYTES = 8
@@ -38,11 +38,11 @@ class LinearTask:
 
     Args:
         problem: the synthetic problem, or own data with a linear model.
-        users: the number of users of the synthetic problem; own data know theirs.
+        users: the number of users of the synthetic problem; unused for own data.
         average: keep the average iterates, too.
         precision: of the engine, float64 or float32.
-        dropped_after: a user drops out after this number of passes over the own samples; None is
-            never.
+        dropped_after: the number of passes over the own samples after which a user drops out;
+            None: never.
     """
 
     problem: Problem
@@ -104,13 +104,13 @@ class LinearTask:
         )
 
     def bytes(self, settings: int) -> int:
-        """About how much memory an engine with this number of settings takes, with the data."""
+        """The approximate memory of an engine with this number of settings, with the data."""
         from flwr_ppsgd.lab.linear_engine import bytes_for
 
         return bytes_for(self.population(), settings, average=self.average, dtype=self.precision)
 
     def recipe_bytes(self) -> int:
-        """About how much memory a training by the recipe takes, with the data.
+        """The approximate memory of a training by the recipe, with the data.
 
         For each user: the model that the device keeps, the rows in the columns that are not 0 (a
         second time in the kernels of the model, if they are dense), and their factorisation.
@@ -136,7 +136,7 @@ class LinearTask:
 
 @dataclass(frozen=True)
 class NetworkTask:
-    """The paper's CNN on images of one's own; arguments and methods are those of ``LinearTask``."""
+    """The paper's CNN on own images; arguments and methods are those of ``LinearTask``."""
 
     problem: Problem
     average: bool = False
@@ -152,7 +152,7 @@ class NetworkTask:
             )
 
     def network(self) -> "AdditiveHead":
-        """The paper's CNN; ValueError if the data are no images that it fits."""
+        """The paper's CNN; ValueError unless the data are classes of images of its size."""
         data = self.problem.per_user()
         if data.features != PIXELS or data.task != "classification":
             raise ValueError(
@@ -174,7 +174,7 @@ class NetworkTask:
         )
 
     def initial_arrays(self) -> ArrayRecord:
-        """The network's first values, which depend on the seed alone."""
+        """The network's initial values, which follow from the seed."""
         return self.network().initial_arrays()
 
     def engine(self, settings: Sequence["EngineSetting"], seed: int | None) -> "Engine":
@@ -201,7 +201,7 @@ class NetworkTask:
         )
 
     def bytes(self, settings: int) -> int:
-        """θ of every user and w for each setting, and a cohort's gradients."""
+        """The approximate memory of all θ and w, and of a cohort's gradients."""
         model = self.network()
         users = len(self.problem.per_user())
         w = len(model.initial_w())
@@ -209,7 +209,7 @@ class NetworkTask:
         return FLOAT_BYTES * (kept + 16 * w * users)
 
     def recipe_bytes(self) -> int:
-        """What one setting takes: devices keep a θ and a w each."""
+        """The approximate memory of one setting, with the w and the θ that each device keeps."""
         users = len(self.problem.per_user())
         return self.bytes(1) + FLOAT_BYTES * users * len(self.network().initial_w())
 
@@ -232,7 +232,7 @@ def task_of(
 
 
 def learner_for(context: Context) -> Learner:
-    """The learner of one node; its settings travel in the run config."""
+    """The learner of one node, from the settings in the run config."""
     config = context.run_config
     task = task_of(Problem.of(config), int(config["population"]))
     return task.learner(int(context.node_config["partition-id"]))
@@ -253,7 +253,7 @@ def _synthetic_problem(users: int, features: int, seed: int) -> Synthetic:
 def finite_population(
     problem: Problem, precision: str, dropped_after: float | None = None
 ) -> "FinitePopulation":
-    """Everyone's rows of own data; the arguments are those of ``LinearTask``."""
+    """Everyone's rows of own data for engines; the arguments are those of ``LinearTask``."""
     from flwr_ppsgd.lab.learners import check_loss
     from flwr_ppsgd.lab.population import FinitePopulation
 

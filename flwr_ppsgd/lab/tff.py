@@ -1,6 +1,6 @@
-"""The SQLite files of TensorFlow Federated, and the ``tf.train.Example`` messages in them.
+"""Read the SQLite files of TensorFlow Federated, and the ``tf.train.Example`` messages in them.
 
-TensorFlow is not needed: Flower's own protobuf reads the messages.
+TensorFlow is not needed: the protobuf that Flower depends on reads the messages.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 Feature: TypeAlias = list[Any]  # of bytes, floats or whole numbers
 
-# what of tf.train.Example is read; on the wire a map is a list of entries
+# the fields of tf.train.Example that are read; on the wire a map is a list of entries
 DEFINITION = """
 name: "example.proto" package: "tff" syntax: "proto3"
 message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
@@ -70,11 +70,11 @@ def parse_example(message: bytes) -> dict[str, Feature]:
 
 @contextlib.contextmanager
 def open_clients(path: Path, unpacked_in: Path) -> Iterator["TffClients"]:
-    """The clients of a file, until the block ends.
+    """The clients of a file, which is closed when the block ends.
 
     Args:
         path: .sqlite, or .sqlite.lzma.
-        unpacked_in: the folder into which an .lzma file is unpacked, once.
+        unpacked_in: the folder in which an unpacked .lzma file is kept.
     """
     try:
         if path.suffix == ".lzma":
@@ -94,7 +94,7 @@ def open_clients(path: Path, unpacked_in: Path) -> Iterator["TffClients"]:
 
 
 class TffClients:
-    """Examples by split and client.
+    """The examples of a file, by split and client.
 
     Args:
         connection: to the SQLite file.
@@ -136,9 +136,9 @@ class TffClients:
 
 
 def _unpack(path: Path, folder: Path) -> Path:
-    """The unpacked file, which is made unless it is there and newer than ``path``.
+    """The unpacked file, which is made unless there is one that is newer than ``path``.
 
-    Several processes may unpack at the same time, for minutes: each writes a file of its own.
+    Several processes may unpack at the same time, for minutes: each writes its own file.
     """
     target = folder / path.stem
     if target.is_file() and target.stat().st_mtime_ns >= path.stat().st_mtime_ns:

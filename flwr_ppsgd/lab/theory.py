@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Minimiser:
-    """‖z*‖²_α = U/(α + c) + S: all that a bound needs to know about a minimiser.
+    """‖z*‖²_α = U/(α + c) + S: the only fact about a minimiser that a bound needs.
 
     A given point (w*, θ*) has U = ‖w*‖², S = Σ‖θ_i*‖² and c = 0. In an additive model w + θ_i =
     θ_i* can be split in many ways. The split of minimal norm has U = ‖μ‖² for the mean μ of the
@@ -79,7 +79,7 @@ class Minimiser:
 
 @dataclass(frozen=True)
 class RiskBound:
-    """What a theorem says at one α; at α = 0 and α = ∞, the limit.
+    """A theorem's bound at one α; at α = 0 and α = ∞, its limit.
 
     Args:
         alpha: α.

@@ -1,7 +1,7 @@
-"""Blocks of a sweep on the cores of this machine.
+"""Run the blocks of a sweep on the cores of this machine.
 
-Every worker is a fresh process that computes with one thread, so that products are summed in the
-same order wherever they run.
+Every worker is a new process that computes with one thread, so that products are summed in the same
+order on every machine.
 """
 
 import logging
@@ -25,12 +25,12 @@ from flwr_ppsgd.lab.rows import GridPoint, SweepRow
 from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep
 
 Block: TypeAlias = Sequence[GridPoint]
-# what is going to be run, in words; the number of settings × rounds that are done; of how many
+# called with the plan in words, the number of settings × rounds done, and their total
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 QUIET_SECONDS = 0.2  # between two reports of a worker about its progress
-DEFAULT_MEMORY = 4 << 30  # bytes, if the system does not say how much there is
+DEFAULT_MEMORY = 4 << 30  # bytes, if the system does not say how much is free
 KIBIBYTE = 1024
-_REPORTS: list[Any] = []  # in a worker, where its progress goes
+_REPORTS: list[Any] = []  # in a worker, the queue of its progress
 
 
 def run_sweep(
@@ -42,16 +42,16 @@ def run_sweep(
     jobs: int | None = None,
     extend: bool = False,
 ) -> int:
-    """Run what is missing in ``out``; the number of settings that were.
+    """Run the blocks that are missing in ``out``, and return the number of their settings.
 
-    A kill loses the blocks that are under way.
+    A kill loses the blocks that are running.
 
     Args:
         sweep: what to run.
         out: the output directory, new or of the same sweep.
-        on_progress: shows how it goes.
-        memory: the limit in bytes; None is half of what is free.
-        jobs: the number of blocks at a time; None is the number of cores.
+        on_progress: shows the progress.
+        memory: the limit in bytes; None: half of what is free.
+        jobs: the number of blocks at a time; None: the number of cores.
         extend: the grid may have grown since the sweep was begun.
     """
     proposed = plan_blocks(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
@@ -91,7 +91,7 @@ def run_in_processes(
         flat: the settings of the sweep's base.
         blocks: what to run.
         jobs: the number of blocks at a time.
-        on_round: called with the number of a block and of the rounds that it has done.
+        on_round: called with the number of a block and the number of its rounds done.
     """
     context = multiprocessing.get_context("spawn")
     reports: Any = context.SimpleQueue()
@@ -110,7 +110,7 @@ def run_in_processes(
                 number = pending.pop(future)
                 yield number, _rows_from(future, number)
     finally:
-        stop_writer.close()  # ends the workers, whatever they are doing
+        stop_writer.close()  # ends the workers at once
         pool.shutdown(cancel_futures=True)
 
 
@@ -127,8 +127,8 @@ def _rows_from(future: "Future[list[SweepRow]]", number: int) -> list[SweepRow]:
 
 
 def _begin_worker(reports: Any, stop: Any) -> None:
-    """In a new worker: one thread, no Ctrl-C, warnings only; it ends if the parent closes ``stop``
-    or dies."""
+    """Set up a new worker: one thread, no Ctrl-C, warnings only; it ends if the parent closes
+    ``stop`` or dies."""
 
     def end_with_parent() -> None:
         try:
@@ -145,7 +145,7 @@ def _begin_worker(reports: Any, stop: Any) -> None:
 
 
 def _run_in_worker(flat: Mapping[str, Any], points: Block, number: int) -> list[SweepRow]:
-    """One block, in a worker; its progress is reported a few times a second."""
+    """Run one block in a worker, which reports its progress a few times a second."""
     (reports,) = _REPORTS
     last = 0.0
 
@@ -160,7 +160,7 @@ def _run_in_worker(flat: Mapping[str, Any], points: Block, number: int) -> list[
 
 
 def free_memory() -> int:
-    """Bytes that this machine, or the control group this process is in, can still give."""
+    """The smaller of this machine's available memory and its control group's limit, in bytes."""
     limits = [
         _first_number("/proc/meminfo", "MemAvailable:", KIBIBYTE),
         _first_number("/sys/fs/cgroup/memory.max", "", 1),

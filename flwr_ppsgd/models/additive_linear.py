@@ -36,8 +36,8 @@ def as_matrix(values: Rows) -> Matrix:
 class AdditiveLinear:
     """f_i = mean of ℓ(y, (w + θ_i)ᵀx), with K outputs.
 
-    w and θ_i are d × K matrices, flattened by rows. Under ``PPSGD.auto`` the user solves for what
-    to add to w, and the personal model is a mixture: see ``flwr_ppsgd.models.solve``.
+    w and θ_i are d × K matrices, flattened by rows. Under ``PPSGD.auto`` the user sends a ridge
+    solution around w (``solve``), and the personal model is a mixture (``mixture``).
 
     Args:
         batches: this user's training minibatches. Targets are real numbers for the squared loss
@@ -45,7 +45,7 @@ class AdditiveLinear:
         num_features: d.
         num_outputs: K.
         loss: "squared" or "softmax".
-        test: (x, y) on which ``evaluate`` measures, in the same form.
+        test: (x, y) on which ``evaluate`` measures; None: nothing.
         task: for ``PPSGD.auto``: "classification" or "regression"; the latter unless there are two
             or more outputs.
         kinds: for ``PPSGD.auto``: of each column, "number" (each user scales it by own rows),
@@ -129,7 +129,7 @@ class AdditiveLinear:
         return measures
 
     def solution(self, w: Vector, order: Order) -> Vector:
-        """What this user would add to w: a ridge solution around it, almost without penalty."""
+        """What this user would add to w: a ridge solution around w with a tiny penalty."""
         problem = self._problem(order.unit)
         return solution(problem, w.reshape(self._shape)).reshape(-1)
 
@@ -143,15 +143,15 @@ class AdditiveLinear:
         return self._problem(1.0).own_columns
 
     def personal_model(self, w: Vector, variance: Vector, order: Order) -> "MixtureModel":
-        """The user's mixture around w, with the rows on which it is measured."""
+        """The user's mixture around w, and how it is measured."""
         problem = self._problem(order.unit)
         models = personal_models(problem, w.reshape(self._shape), variance)
         return MixtureModel(models, lambda _, model: self.measure(model))
 
     def stepped_model(self, w: Vector) -> "MixtureModel":
-        """The user's mixture around a w that steps have trained, as if it had no noise.
+        """The user's mixture around a w that steps have trained, as if w had no noise.
 
-        Such a w predicts targets as they are, and the mixture's in units of the user's own.
+        Such a w predicts the targets themselves, so it is divided by the user's own unit.
         """
         problem = self._problem(1.0)
         shared = w.reshape(self._shape) / problem.unit
@@ -159,14 +159,14 @@ class AdditiveLinear:
         return MixtureModel(models, lambda _, model: self.measure(model))
 
     def measure(self, model: Mixture) -> dict[str, float]:
-        """Measures of a model's predictions on the test part; nothing if there is none."""
+        """Measures of a model's predictions on the test part; empty without one."""
         if self._test is None:
             return {}
         x, y = self._test
         return measures_of(model.predict(x), y, self.task)
 
     def _problem(self, unit: float) -> OwnProblem:
-        """The user's rows, ready to be solved; made once for each unit."""
+        """The user's rows, ready to be solved; the problem of the latest unit is cached."""
         if unit not in self._problems:
             x, y = self._all_rows()
             self._problems = {unit: OwnProblem.of(x, y, self._columns, unit)}
@@ -185,8 +185,8 @@ class MixtureModel:
     """A user's mixture, and how it is measured on the user's test rows.
 
     Args:
-        models: the mixture, named "", and what it is compared with: see ``personal_models``.
-        measure: the measures of the model of this name.
+        models: the result of ``personal_models``; the mixture itself has the name "".
+        measure: the measures of a model, by its name and the model.
         beside: arrays that are saved with the mixture.
     """
 
@@ -201,7 +201,7 @@ class MixtureModel:
 
     @property
     def choices(self) -> dict[str, float]:
-        """What the mixture is made of."""
+        """The choices of the mixture."""
         return self.mixture.choices
 
     def measures(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class MixtureModel:
         return found
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything that predicts."""
+        """The arrays of the mixture, and those beside it."""
         return {**self.mixture.to_arrays(), **self.beside}
 
 
@@ -258,15 +258,15 @@ def columns_of(
 
 
 def predict(scores: Matrix, loss: Loss) -> Matrix:
-    """What is compared with the targets: predict(scores) − y is ∂ℓ.
+    """Predictions for which ∂ℓ = predict(scores) − y.
 
     Args:
         scores: outputs along the last axis.
-        loss: "squared" leaves scores as they are, "softmax" turns them into chances.
+        loss: "squared" returns the scores, "softmax" their probabilities.
     """
     if loss == "squared":
         return scores
-    # for a few rows numpy's methods take longer to call these than they take
+    # ufuncs rather than methods, whose overhead dominates for a few rows
     largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
     chances: Matrix = np.exp(scores - largest)
     chances /= np.add.reduce(chances, axis=-1, keepdims=True)

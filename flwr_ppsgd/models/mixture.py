@@ -31,7 +31,7 @@ BETAS = np.array([0.0, 0.5, 1.0])  # how much of w is added
 WIDTHS = (0.3, 1.0, 3.0)  # of RBF kernels; one alone costs 8 % on some data
 REFINEMENT = 0.1  # the prior of every RBF kernel, and of β = ½ beside β = 1
 OFFSET = 10.0  # the prior of the own offset alone, divided by n
-LEAST_RBF_ROWS = 5  # below, a kernel learns nothing
+LEAST_RBF_ROWS = 5  # with fewer rows a kernel learns nothing
 MOST_RBF_ROWS = 500  # a kernel needs a matrix of rows × rows
 LEAST_ERROR = 1e-12  # of the mean square of Y: a smaller mean square of errors is round-off
 CLOSE = 1e-6  # of the squared norms: nearer pairs of rows are subtracted, which keeps their digits
@@ -49,7 +49,7 @@ class Kernel:
 
     Args:
         name: "linear", "offset" or "rbf" and its width.
-        prior: how much the family counts before the user's rows are seen.
+        prior: the weight of the family before the user's rows are seen.
         basis: B, rows × rank.
         squares: s.
         scale: the trace of K divided by n, which every λ is multiplied by.
@@ -101,7 +101,7 @@ class Kernel:
 
 
 def mean_duals(duals: Matrix, weights: Matrix) -> Matrix:
-    """Of the weighted mean of one kernel's models, rows × outputs.
+    """The duals of the weighted mean of one kernel's models, rows × outputs.
 
     Args:
         duals: of ``Kernel.fit``, λ × rows × 2·outputs.
@@ -116,7 +116,7 @@ def mean_duals(duals: Matrix, weights: Matrix) -> Matrix:
 def candidates(problem: OwnProblem) -> list[Kernel]:
     """The user's kernels: the linear one, the offset, then RBF kernels of three widths.
 
-    The last are for dense columns and 5 to 500 rows that are not all equal.
+    RBF kernels need dense columns and 5 to 500 rows that are not all equal.
     """
     n = len(problem.rows)
     regression = problem.columns.task == "regression"
@@ -146,7 +146,7 @@ def candidates(problem: OwnProblem) -> list[Kernel]:
 
 
 def squared_distances(left: Matrix, right: Matrix) -> Matrix:
-    """‖x − x'‖² for rows of the one and of the other; exactly 0 for equal rows."""
+    """‖x − x'‖² for rows x of ``left`` and x' of ``right``; exactly 0 for equal rows."""
     squares = _squared_norms(left)[:, None] + _squared_norms(right)
     distances = np.asarray(squares - 2 * (left @ right.T))
     near = distances <= CLOSE * squares
@@ -169,7 +169,7 @@ def _squared_norms(rows: Matrix) -> Vector:
 
 
 def trust_in(problem: OwnProblem, shared: Matrix, variance: Vector) -> float:
-    """s = max(0, 1 − c·Σx_j²ν_j/‖Xw‖²): is w's prediction for own rows more than its noise?
+    """s = max(0, 1 − c·Σx_j²ν_j/‖Xw‖²): the share of w's predictions for own rows beyond noise.
 
     Args:
         problem: the user's own rows.
@@ -224,13 +224,13 @@ class Mixture:
         rows: the user's own rows, if there are RBF kernels.
         rates: of the RBF kernels.
         coefficients: dual ones, rates × rows × outputs.
-        location: ȳ; 0 in classification. NaN in regression without rows: there is nothing to
-            predict with.
+        location: ȳ; 0 in classification. NaN in regression without rows: then nothing can be
+            predicted.
         unit: v; 1 in classification.
         trust: s.
         beta: β̄, the mean β.
         kernels: the names of the kernels; none below two rows.
-        weights: how much each of them counts.
+        weights: of the kernels.
     """
 
     scaling: Scaling
@@ -268,12 +268,12 @@ class Mixture:
 
     @property
     def has_location(self) -> bool:
-        """Whether there is something to predict with."""
+        """Whether the model can predict: not in regression without rows."""
         return not math.isnan(self.location)
 
     @property
     def choices(self) -> dict[str, float]:
-        """What the user chose, in numbers: trust, the mean β, and the weight of each kernel."""
+        """Trust, the mean β, and the weight of each kernel."""
         by_kernel = zip(self.kernels.tolist(), self.weights.tolist(), strict=True)
         return {"trust": self.trust, "beta": self.beta, **dict(by_kernel)}
 
@@ -291,7 +291,7 @@ class Mixture:
         return np.concatenate(parts)
 
     def _scores(self, x: Matrix) -> Matrix:
-        """In own units and around the location, of rows that are scaled."""
+        """Scores of scaled rows, in own units around the location."""
         scores = x @ self.slopes + self.offset
         if len(self.rates):
             distances = squared_distances(x.take(self.support, axis=1), self.rows)
@@ -302,7 +302,7 @@ class Mixture:
         return np.asarray(scores)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything that predicts, for ``np.savez``."""
+        """All fields, for ``np.savez``."""
         values = dict(vars(self))
         scaling = values.pop("scaling")
         for name, value in vars(scaling).items():
@@ -311,7 +311,7 @@ class Mixture:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """The model that gave these arrays: it predicts the same bits."""
+        """The model of ``to_arrays``, which predicts the same bits."""
 
         def value(name: str) -> Any:
             array = arrays[name]
@@ -324,7 +324,7 @@ class Mixture:
 
 
 def personal_models(problem: OwnProblem, shared: Matrix, variance: Vector) -> dict[str, Mixture]:
-    """The user's own model, named "", and what it is compared with; w alone below two rows.
+    """The user's own model and two to compare it with; w alone below two rows.
 
     Args:
         problem: the user's own rows.
@@ -332,8 +332,8 @@ def personal_models(problem: OwnProblem, shared: Matrix, variance: Vector) -> di
         variance: ν, the noise in w: one number, or one per column.
 
     Returns:
-        beside it "local_", which is the same mixture with β = 0 only: own rows without w; and
-        "shared_", which is w around the own location, without own models.
+        "": the user's own model; "local_": the same mixture with β = 0 only, from own rows
+        without w; "shared_": w around the own location, without own models.
     """
     trust = trust_in(problem, shared, variance)
     no_offset = np.zeros(problem.columns.outputs)

@@ -1,7 +1,7 @@
 """Public representations Φ(x), in front of a linear model that is solved.
 
-No user's data go into them, so they cost no privacy: everyone with the same settings has the same
-Φ. A representation is computed on the device, row by row, from the user's own rows.
+They do not depend on any user's data, so they cost no privacy: the same settings give everyone the
+same Φ. It is computed on the device, row by row, from the user's own rows.
 """
 
 import functools
@@ -35,13 +35,13 @@ WORKING_SIDE = 28  # pixels: larger images are averaged down to about this size
 LEAST_PIXELS = 144
 IMAGES_AT_ONCE = 16  # the responses of this many images stay in a processor's cache
 ROWS_LOOKED_AT = 500
-SMOOTH = 0.7  # neighbours in an image differ by less than this share of what any two pixels do
+SMOOTH = 0.7  # largest difference of neighbours in an image, as a share of that of any two pixels
 
 
 def representation_of(
     name: str, features: int | None = None, seed: int = 0, shape: Shape = ()
 ) -> Representation | None:
-    """The representation of this name; None for "none": rows stay as they are.
+    """The representation of this name; None for "none".
 
     Args:
         name: "none", "random-convolution", "random-fourier" or "module:factory".
@@ -71,7 +71,7 @@ def width_of(representation: Representation, columns: int) -> int:
 
 
 def unit_rows(rows: Floats) -> Floats:
-    """Φ(x) = x/‖x‖: pixels without the brightness of their image. A row of zeros stays."""
+    """Φ(x) = x/‖x‖: pixels without the brightness of their image; zeros stay zeros."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     norms[~(norms > 0)] = 1.0
     return np.asarray(rows / norms)
@@ -87,7 +87,7 @@ class RandomConvolution:
     nor units matter. With several channels each filter sees a random direction of colour.
 
     Args:
-        features: about how many; a whole number of filters is taken.
+        features: their approximate number; the number of filters is rounded.
         seed: of the filters, 0 or more. Public.
         shape: of an image: (height, width) or (height, width, channels); () is a square one.
     """
@@ -241,7 +241,7 @@ def _responses(images: Singles, across: Singles, bands: Singles) -> Singles:
 
 
 def _pool_cells(responses: Singles) -> Singles:
-    """n × (cells·filters): what is left of |response| above the image's root mean square."""
+    """n × (cells·filters): the part of |response| above the image's root mean square."""
     _, height, width, n = responses.shape
     np.abs(responses, out=responses)
     flat = responses.reshape(-1, n)
@@ -268,7 +268,7 @@ def _cell_side(length: int) -> int:
 
 
 def fourier_features(x: Floats, features: int = FOURIER_FEATURES, seed: int = 0) -> Floats:
-    """The columns, and random waves of them beside: √(2d/D)·cos(Ωᵀx + b), rows × (d + D).
+    """The columns beside random waves √(2d/D)·cos(Ωᵀx + b), rows × (d + D).
 
     Ω ~ N(0, 1/d) and b is uniform, for d columns and D features: a Gaussian kernel for columns on a
     scale of about 1. Together the features are as long as a row of such columns.
@@ -301,7 +301,7 @@ def backbone_features(x: Floats, factory: str, shape: Shape = ()) -> Floats:
         x: rows × columns.
         factory: "module:function" that returns an ``nn.Module``, the same for everyone.
         shape: of a row as the network takes it, images as (height, width, channels), which become
-            channels × height × width; () passes rows on as they are.
+            channels × height × width; () passes rows on unchanged.
     """
     from flwr_ppsgd.models.torch_representation import frozen_outputs
 

@@ -1,4 +1,4 @@
-"""What one user's device sends: a ridge solution on the user's own rows.
+"""The message of one user's device: a ridge solution on the user's own rows.
 
 Rows and targets are scaled first, in a way that depends on this user's rows alone. XX', or X'X if
 that is smaller, is factorised once; every round then costs products of matrices only. The personal
@@ -25,14 +25,14 @@ log = logging.getLogger("flwr.ppsgd")
 Rows: TypeAlias = Any  # rows × columns: an array, or a sparse matrix that has ``toarray``
 Places: TypeAlias = NDArray[np.intp]
 
-RIDGE = 0.001  # of the trace, in a message: almost none
+RIDGE = 0.001  # the penalty of a message, as a share of the trace
 UNIT_DEGREES = 4  # the public unit counts as much as this many own rows
 CUT = 5.0  # own standard deviations, for columns of numbers
 CONSTANT = 1e-9  # of the mean: a smaller deviation is round-off
 LARGEST = 1e100  # a larger number counts as missing: its square would overflow
 LEAST_TRACE = 1e-200  # a smaller sum of squares counts as zero
 
-_threads = functools.cache(ThreadpoolController)  # looking for BLAS takes a while
+_threads = functools.cache(ThreadpoolController)  # cached, since finding BLAS takes a while
 
 
 def one_blas_thread() -> AbstractContextManager[Any]:
@@ -57,7 +57,7 @@ def spread(targets: ArrayLike) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PublicColumns:
-    """What is public about rows and targets.
+    """The public facts about rows and targets.
 
     Args:
         task: "regression" or "classification".
@@ -141,7 +141,7 @@ class OwnProblem:
     classification Y is one-hot − 1/K. X holds only the columns of w in which some row is not 0.
 
     Args:
-        columns: what is public.
+        columns: the public facts.
         scaling: how raw rows become X.
         support: the places of X's columns among those of w.
         rows: X, n × support.
@@ -162,7 +162,8 @@ class OwnProblem:
 
     @classmethod
     def of(cls, rows: Rows, targets: ArrayLike, columns: PublicColumns, unit: float = 1.0) -> Self:
-        """From raw rows and targets: numbers, or class indices, or a row of 0 and 1 per class.
+        """From raw rows and targets: numbers, class indices, or rows of 0 and 1 with a column per
+        class.
 
         Rows that hold NaN or infinity are left out, with a line in the log.
         """
@@ -240,14 +241,14 @@ def solution(problem: OwnProblem, shared: Matrix) -> Matrix:
 
 
 def dense(rows: Rows) -> Matrix:
-    """A float64 array of what may be sparse."""
+    """A float64 array, also of sparse rows."""
     if hasattr(rows, "toarray"):
         rows = rows.toarray()
     return np.asarray(rows, dtype=np.float64)
 
 
 def eigenpairs(matrix: Matrix) -> tuple[Vector, Matrix]:
-    """Of a matrix whose eigenvalues are negative by round-off alone."""
+    """Eigenvalues and eigenvectors of a positive semidefinite matrix; round-off below 0 is cut."""
     values, vectors = np.linalg.eigh(matrix)
     return np.maximum(values, 0.0), vectors
 

@@ -1,4 +1,4 @@
-"""An existing torch app's network and loaders as a ClientApp, a learner, and the server's w."""
+"""Make a ClientApp, a learner or the server's w from a torch app's network and loaders."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from flwr_ppsgd.recipe import Task
 
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]
 PARTITION = ("partition-id", "num-partitions")
-PUBLIC_SEED = 0  # of what a network has at random: the same on every client
+PUBLIC_SEED = 0  # of a network's initial values: the same on every client
 
 
 def torch_client(
@@ -52,7 +52,7 @@ def torch_client(
 ) -> ClientApp:
     """A ClientApp for a torch module and a node's training and test loaders.
 
-    The network is made once here, without values, so that a wrong pattern is seen now and not when
+    The network is made once here, without values, so that a wrong pattern fails now and not when
     messages arrive.
 
     Args:

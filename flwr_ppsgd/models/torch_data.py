@@ -1,4 +1,4 @@
-"""Batches as loaders give them: the parts of a batch, and which rows belong to a visit."""
+"""The batches of loaders: the parts of a batch, and the rows of a visit."""
 
 import inspect
 import itertools
@@ -107,7 +107,7 @@ def parts_of(x: Rows) -> dict[BatchKey, Rows]:
 
 
 def map_parts(x: Rows, change: Callable[[Rows, BatchKey], Tensor]) -> Rows:
-    """The inputs in the same form, each one changed by (values, name or position)."""
+    """The inputs in the same form, each replaced by ``change(values, name or position)``."""
     changed = {part: change(values, part) for part, values in parts_of(x).items()}
     if isinstance(x, Mapping):
         return changed
@@ -117,7 +117,7 @@ def map_parts(x: Rows, change: Callable[[Rows, BatchKey], Tensor]) -> Rows:
 
 
 def as_tensor(values: Rows, part: BatchKey) -> Tensor:
-    """ValueError with the name of the part if it cannot be a tensor."""
+    """The values as a tensor; ValueError with the name of the part if they cannot be one."""
     if isinstance(values, Tensor):
         return values
     try:
@@ -129,7 +129,7 @@ def as_tensor(values: Rows, part: BatchKey) -> Tensor:
 
 
 def _finite_tensor(values: Rows, part: BatchKey) -> Tensor:
-    """ValueError if a float in it is NaN or infinite."""
+    """The values as a tensor; ValueError if a float is NaN or infinite."""
     tensor = as_tensor(values, part)
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         raise ValueError(
@@ -182,18 +182,18 @@ def scores_of(output: Any, network: nn.Module) -> Tensor:
 
 
 class LoaderBatches:
-    """Minibatches of a loader, by visit; visits beyond its end go on from its beginning.
+    """Minibatches of a loader, by visit; visits beyond its end continue at its beginning.
 
-    A ``DataLoader`` over a dataset with numbered rows is not iterated: visit v fetches its own rows
-    alone, which (user, v) decide, and every epoch visits each row once. Of any other iterable the
-    rows are read once if they fit in memory. If they do not, or if their number is not known,
-    visit v takes its batch number v.
+    A ``DataLoader`` over a dataset with numbered rows is not iterated: visit v fetches only the
+    rows that (user, v) decide, and every epoch visits each row once. The rows of any other iterable
+    are read once if they fit in memory. If they do not, or if their number is not known, visit v
+    takes its batch number v.
 
     Args:
         loader: the batches.
         inputs, target: as for ``split_batch``.
         user: decides the order of rows.
-        most_bytes: the most that is held in memory.
+        most_bytes: the largest size of rows that are kept in memory.
         name: of the loader, for errors: "train" or "test".
     """
 
@@ -288,27 +288,24 @@ class LoaderBatches:
         return self._num_batches * bytes_of_one <= self._most_bytes
 
     def _read_all(self) -> None:
-        """Batches whose rows differ in shape, such as padded texts, stay as the loader has them."""
+        """Keep all rows in memory, unless their shapes differ, as those of padded texts do."""
         batches = list(self)
         self.num_examples = sum(len(y) for _, y in batches)
         shapes = set()
         for x, y in batches:
             tensors = [*parts_of(x).values(), y]
             shapes.add(tuple(tensor.shape[1:] for tensor in tensors))
-        if len(shapes) == 1:
-            self._held = _join(batches)
-
-
-def _join(batches: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
-    """All batches in one."""
-    xs = [parts_of(x) for x, _ in batches]
-    first, _ = batches[0]
-    x = map_parts(first, lambda _, part: torch.cat([each[part] for each in xs]))
-    return x, torch.cat([y for _, y in batches])
+        if len(shapes) != 1:
+            return
+        xs = [parts_of(x) for x, _ in batches]
+        first, _ = batches[0]
+        x = map_parts(first, lambda _, part: torch.cat([each[part] for each in xs]))
+        y = torch.cat([y for _, y in batches])
+        self._held = (x, y)
 
 
 def _numbered_rows(loader: Any) -> Any:
-    """The dataset of a loader that draws all its rows by their numbers; else None."""
+    """The dataset of a loader that draws all rows by their numbers; None for other loaders."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return None
     sampler: Any = loader.sampler

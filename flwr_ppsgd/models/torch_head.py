@@ -54,14 +54,14 @@ class LinearHead:
         return np.vstack([weights.T, bias])
 
     def vector(self, matrix: Matrix) -> Vector:
-        """The other way round."""
+        """The inverse of ``matrix``."""
         features, _ = self.shape
         weights = matrix[:features].T.reshape(-1)
         bias = matrix[features:].reshape(-1)
         return np.concatenate([weights, bias])
 
     def columns(self, task: Task) -> PublicColumns:
-        """What is public about the features: they are used as they are."""
+        """The public facts about the features, which are not scaled."""
         features, outputs = self.shape
         none = np.zeros(features, dtype=np.bool_)
         return PublicColumns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
@@ -114,7 +114,7 @@ class LinearHead:
 
 
 def _is_link_of(made: Tensor, scores: Tensor) -> bool:
-    """Whether the scores are these numbers, or the chances that they stand for."""
+    """Whether the scores are these numbers, or their sigmoid, softmax or log-softmax."""
     if made.numel() != scores.numel():
         return False
     links = [made, torch.sigmoid(made), made.softmax(dim=1), made.log_softmax(dim=1)]

@@ -1,4 +1,4 @@
-"""The loss of a network's predictions, for whole minibatches, and what can be told from it."""
+"""The loss of a network's predictions over minibatches, and the task and accuracy it implies."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
 class BatchLoss:
-    """A loss as the algorithm needs it: the mean or the sum over the samples of a minibatch.
+    """The mean or the sum of a loss over the samples of a minibatch.
 
-    A loss of torch that takes the mean is asked for the samples' own losses instead. Any other loss
-    that returns one number for several samples is called for each of them alone.
+    A loss of torch that takes the mean is switched to one loss per sample. Any other loss that
+    returns one number for several samples is called for each sample alone.
 
     Args:
         loss: "softmax" (cross-entropy, targets are class numbers), "squared" (½ of the squared
@@ -150,7 +150,7 @@ LOSSES: Mapping[str, LossFunction] = {"softmax": _cross_entropy, "squared": _hal
 
 
 def _least_yes(loss: LossFunction) -> float | None:
-    """Above which prediction a yes-or-no loss of torch means yes; None for other losses."""
+    """The prediction above which a yes-or-no loss of torch means yes; None for other losses."""
     functional = nn.functional
     if isinstance(loss, nn.BCEWithLogitsLoss):
         return 0.0

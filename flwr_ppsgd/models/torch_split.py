@@ -1,4 +1,4 @@
-"""Which parameters of a module are shared, w, and which are personal, θ; and what is refused."""
+"""Split a module's parameters into shared ones, w, and personal ones, θ, or refuse to."""
 
 import difflib
 import fnmatch
@@ -14,7 +14,7 @@ MOST_SUGGESTED = 3
 
 
 def list_patterns(personal: str | Sequence[str]) -> list[str]:
-    """Patterns as a list, a single one too."""
+    """One pattern or several as a list."""
     return [personal] if isinstance(personal, str) else list(personal)
 
 

@@ -1,4 +1,4 @@
-"""A network together with one user's data: gradients, how θ is trained, the personal model."""
+"""A network with one user's data: gradients, the training of θ, the personal model."""
 
 import functools
 import math
@@ -38,13 +38,13 @@ OptimizerFactory: TypeAlias = Callable[..., torch.optim.Optimizer]
 
 ROWS_AT_ONCE = 256
 LOCAL_STEP = 0.001  # of local epochs with Adam, or with the user's class of optimizers
-LOCAL_EPOCHS = 5  # what a message is made of if w is more than a linear layer
+LOCAL_EPOCHS = 5  # of a message, if w is more than a linear layer
 PERSONAL_EPOCHS = 20  # of θ, at the last w
 
 
 @dataclass(frozen=True)
 class PersonalTraining:
-    """The steps that θ takes in one visit, at the w that came: free under the guarantee.
+    """The steps that θ takes in one visit, at the received w: they cost no ε.
 
     The optimizer is made anew for each visit, so momentum lasts for the steps of one visit.
 
@@ -198,7 +198,7 @@ class SplitLearner:
         return np.zeros(0)
 
     def origin(self, w: Vector) -> Vector:
-        """Where the size of solutions is asked: w = 0, or this w where 0 is no model."""
+        """The w at which the size of solutions is measured: 0, or this w if 0 is not a model."""
         if self.model.is_head and self._problem(w, 1.0) is not None:
             return np.zeros_like(w)
         return w
@@ -349,7 +349,7 @@ class SplitLearner:
         return flat_vector(personal.values())
 
     def _local_epochs(self, epochs: int) -> PersonalTraining:
-        """The user's own training under ``PPSGD.auto``; rows that fit in memory are read once."""
+        """Training for this number of epochs; rows that fit in memory are read once."""
         if isinstance(self._batches, LoaderBatches):
             self._batches.keep_in_memory()
         _, y = self._batches(1)
