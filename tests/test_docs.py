@@ -61,12 +61,8 @@ def test_every_command_of_the_page_on_own_data_works(
     assert "chosen by looking at data: not covered" in shown
     assert "of 80 users gain" in shown
     assert "choosing among 8 settings costs" in shown
-    for name in (
-        "exams/users.parquet",
-        "predictions.csv",
-        "sweep/methods.pdf",
-        "sweep/report.html",
-    ):
+    made = ("exams/users.parquet", "predictions.csv", "sweep/methods.pdf", "sweep/report.html")
+    for name in made:
         assert Path(name).exists(), name
 
 
@@ -82,10 +78,8 @@ def test_the_code_and_the_command_of_the_page_on_simulation_work(
     program, script, app, *options = shlex.split(command)
     assert (program, ROOT / script) == ("python", Path(compare.__file__))
     found = compare.main([str(ROOT / app), *options])
-    assert {name: list(points) for name, points in found.items()} == {
-        "ppsgd": [1.0, 4.0],
-        "fedavg": [1.0],  # it has no ε
-    }
+    points = {name: list(by_epsilon) for name, by_epsilon in found.items()}
+    assert points == {"ppsgd": [1.0, 4.0], "fedavg": [1.0]}  # FedAvg has no ε
     assert (tmp_path / "runs" / "compare.png").stat().st_size > 0
     lines = (tmp_path / "runs" / "compare.csv").read_text().splitlines()
     assert lines[0] == "strategy,epsilon,measure,value"
@@ -99,11 +93,8 @@ def test_the_keys_of_secure_sums_are_read() -> None:
 
 
 def test_the_table_of_node_keys_has_exactly_those_that_are_read() -> None:
-    table = re.findall(
-        r"^\| (.+?) \|",
-        section("deployment.md", "The node's owner has the last word"),
-        re.MULTILINE,
-    )
+    text = section("deployment.md", "The node's owner has the last word")
+    table = re.findall(r"^\| (.+?) \|", text, re.MULTILINE)
     assert set(re.findall(r"`(ppsgd-[a-z-]+)`", "\n".join(table))) == set(KEYS)
 
 

@@ -56,19 +56,12 @@ def stated(
     return Ledger(delta).record(Release(Poisson(1000, rate), 1.0, z), rounds).epsilon(relation)
 
 
+NOISES = {0.001: 0.4, 0.01: 1.0, 0.1: 0.5, 0.3: 3.0, 0.9: 4.0, 0.999: 1.0}  # z by rate
+ONE_ROUND = [(1e-4, 1.0, 1e-5), *((rate, z, 1e-6) for rate, z in NOISES.items())]
+
+
 @pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize(
-    ("rate", "z", "delta"),
-    [
-        (0.001, 0.4, 1e-6),
-        (0.01, 1.0, 1e-6),
-        (0.1, 0.5, 1e-6),
-        (0.3, 3.0, 1e-6),
-        (0.9, 4.0, 1e-6),
-        (0.999, 1.0, 1e-6),
-        (1e-4, 1.0, 1e-5),
-    ],
-)
+@pytest.mark.parametrize(("rate", "z", "delta"), ONE_ROUND)
 def test_one_round_costs_what_the_definition_says(
     rate: float, z: float, delta: float, relation: Relation
 ) -> None:

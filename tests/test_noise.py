@@ -178,13 +178,8 @@ def test_every_layer_has_the_mass_it_should() -> None:
 def test_secret_bits_differ_and_insecure_bits_repeat() -> None:
     first = RandomStream.insecure(7, "noise", 1).words(4)
     np.testing.assert_array_equal(RandomStream.insecure(7, "noise", 1).words(4), first)
-    others = [
-        RandomStream.insecure(7, "noise", 2),
-        RandomStream.insecure(7, "cohort", 1),
-        RandomStream.insecure(8, "noise", 1),
-    ]
-    for stream in others:
-        assert not np.array_equal(stream.words(4), first)
+    for other in ((7, "noise", 2), (7, "cohort", 1), (8, "noise", 1)):
+        assert not np.array_equal(RandomStream.insecure(*other).words(4), first)
     assert not np.array_equal(RandomStream.secret().words(4), RandomStream.secret().words(4))
 
 

@@ -107,15 +107,16 @@ def test_rounds_grow_with_the_population_from_2_to_8(
     assert rounds_for(population, sigma) == rounds
 
 
-@pytest.mark.parametrize(
-    ("task", "sparse", "before"),
-    [
-        ("regression", False, {"unit": 0.05}),
-        ("classification", False, {"size": 0.05}),
-        ("regression", True, {"unit": 0.05, "size": 0.05, "count": 0.05, "columns": 0.1}),
-        ("classification", True, {"size": 0.05, "count": 0.05, "columns": 0.1}),
-    ],
-)
+SPARSE = {"size": 0.05, "count": 0.05, "columns": 0.1}
+SHARES: list[tuple[Task, bool, dict[str, float]]] = [
+    ("regression", False, {"unit": 0.05}),
+    ("classification", False, {"size": 0.05}),
+    ("regression", True, {"unit": 0.05, **SPARSE}),
+    ("classification", True, SPARSE),
+]
+
+
+@pytest.mark.parametrize(("task", "sparse", "before"), SHARES)
 def test_shares_add_up_to_the_budget(task: Task, sparse: bool, before: dict[str, float]) -> None:
     budget = shares(task, sparse, 5)
     mean = budget.pop("mean")
@@ -124,20 +125,12 @@ def test_shares_add_up_to_the_budget(task: Task, sparse: bool, before: dict[str,
     assert 5 * mean + sum(before.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("value", "pair"),
-    [
-        (1.0, [0.0, 0.5]),
-        (4.0, [0.25, 0.5]),
-        (0.5, [-0.125, 0.5]),
-        (2.0**20, [1.0, 0.5]),
-        (2.0**-20, [-1.0, 0.5]),
-        (0.0, [0.0, 0.0]),
-        (-3.0, [0.0, 0.0]),
-        (math.nan, [0.0, 0.0]),
-        (math.inf, [0.0, 0.0]),
-    ],
-)
+OCTAVES = {1.0: 0.0, 4.0: 0.25, 0.5: -0.125, 2.0**20: 1.0, 2.0**-20: -1.0}  # in eighths
+PAIRS = [(value, [eighths, 0.5]) for value, eighths in OCTAVES.items()]
+PAIRS += [(value, [0.0, 0.0]) for value in (0.0, -3.0, math.nan, math.inf)]
+
+
+@pytest.mark.parametrize(("value", "pair"), PAIRS)
 def test_a_scalar_travels_as_octaves_and_an_answer(value: float, pair: list[float]) -> None:
     found = scalar_pair(value)
     assert found.tolist() == pair
@@ -208,13 +201,10 @@ def test_the_gain_of_a_column_by_hand() -> None:
     np.testing.assert_allclose(server_gain(mean, 1.0, columns), [0.8, 1.0, 1.0])
     np.testing.assert_array_equal(server_gain(mean, 1.0, None), [1.0])
     stronger = np.array([[1.0], [math.sqrt(2)], [100.0]])  # τ² = (0 + 1/¼)/2
-    np.testing.assert_allclose(
-        server_gain(stronger, 1.0, columns), [1 / 1.5, 0.5 / 0.75, 0.5 / 0.75]
-    )
     two_outputs = np.array([[3.0, 1.0], [1.0, 1.0], [9.0, 9.0]])  # τ² = (8 + 0 + 0 + 0)/4
-    np.testing.assert_allclose(
-        server_gain(two_outputs, 1.0, columns), [1 / 1.5, 0.5 / 0.75, 0.5 / 0.75]
-    )
+    for other in (stronger, two_outputs):
+        gain = server_gain(other, 1.0, columns)
+        np.testing.assert_allclose(gain, [1 / 1.5, 0.5 / 0.75, 0.5 / 0.75])
 
 
 def test_nothing_is_added_where_there_is_only_noise() -> None:

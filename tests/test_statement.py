@@ -53,14 +53,11 @@ def test_under_secure_sums_the_coalition_is_named() -> None:
     assert "the server alone learns no more" in promise(alone).statement()
 
 
-@pytest.mark.parametrize(
-    ("release", "complete"),
-    [
-        (SECURE, True),
-        (Release(Poisson(300, 1.0), 1.0, 4.0, aggregation=SecureSum(280, 2)), False),
-        (Release(FixedSize(300, 40), 1.0, 4.0, aggregation=RULES), False),
-    ],
-)
+SPARSE = Release(Poisson(300, 1.0), 1.0, 4.0, aggregation=SecureSum(280, 2))
+DRAWN = Release(FixedSize(300, 40), 1.0, 4.0, aggregation=RULES)
+
+
+@pytest.mark.parametrize(("release", "complete"), [(SECURE, True), (SPARSE, False), (DRAWN, False)])
 def test_what_a_server_that_lies_can_read_is_said(release: Release, complete: bool) -> None:
     """Clients hold the number of participants to the population, not to the cohort."""
     text = promise(release).statement()
@@ -110,16 +107,9 @@ def test_a_plan_that_gets_dearer_after_a_charge_is_a_caveat() -> None:
         assert raised_plan(before, after, charges=1) == ""
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (1.2340000001, "1.235"),
-        (12345.6, "1.235e+04"),
-        (0.00012341, "0.0001235"),
-        (2.0, "2"),
-        (math.inf, "inf"),
-    ],
-)
+ROUNDED_UP = {0.0: "0", 1.2340000001: "1.235", 12345.6: "1.235e+04", 0.00012341: "0.0001235"}
+
+
+@pytest.mark.parametrize(("value", "text"), [*ROUNDED_UP.items(), (2.0, "2"), (math.inf, "inf")])
 def test_text_is_rounded_up(value: float, text: str) -> None:
     assert rounded_up(value) == text

@@ -11,7 +11,6 @@ from flwr_ppsgd import PPSGD, client_app
 from flwr_ppsgd.client.personal_model import PersonalModel, personalize
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.torch_model import SplitModel
-from flwr_ppsgd.models.torch_training import SplitLearner
 from tests.client.test_theta_store import Nodes
 from tests.support.toy import SIZE, Toy, flat, release, strategy, target, w0
 
@@ -29,19 +28,18 @@ def test_a_user_s_model_is_w_plus_theta(tmp_path: Path) -> None:
     )
 
 
-def net() -> SplitModel:
+X = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+ROWS = Minibatches(X, (X[:, 0] > 0).astype(int), 5, seed=0, user=0)
+
+
+def net(personal: str = "1.*", additive: bool = False) -> SplitModel:
     torch.manual_seed(3)
-    return SplitModel(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), personal=["1.*"])
-
-
-def net_learner(context: object) -> SplitLearner:
-    del context
-    x = np.random.default_rng(0).normal(size=(20, 4))
-    return net().learner(Minibatches(x, (x[:, 0] > 0).astype(int), 5, seed=0, user=0))
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return SplitModel(layers, personal=personal, additive=additive)
 
 
 def test_a_split_model_comes_back_as_a_torch_module(tmp_path: Path) -> None:
-    on = Nodes(tmp_path, client_app(net_learner), nodes=1)
+    on = Nodes(tmp_path, client_app(lambda _: net().learner(ROWS)), nodes=1)
     result = strategy(release=release(1)).start(on, net().initial_arrays(), num_rounds=2)
     model = PersonalModel.load(tmp_path, "0", w=result.arrays)
     module = model.module(net())
@@ -77,26 +75,13 @@ def test_whoever_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("personal", ["1.*", "0.*"])
 def test_a_network_of_auto_comes_back_with_the_last_w(tmp_path: Path, personal: str) -> None:
     """A linear layer at the end as a mixture on features, any other block as θ."""
-
-    def network() -> SplitModel:
-        torch.manual_seed(3)
-        layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-        return SplitModel(layers, personal=personal, additive=True)
-
-    x = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
-    y = (x[:, 0] > 0).astype(int)
-
-    def learner(context: object) -> SplitLearner:
-        del context
-        return network().learner(Minibatches(x, y, 5, seed=0, user=0))
-
-    on = Nodes(tmp_path, client_app(learner), nodes=2)
+    on = Nodes(tmp_path, client_app(lambda _: net(personal, True).learner(ROWS)), nodes=2)
     auto = PPSGD.auto(population=2, epsilon=100.0, delta=1e-2, body=True)
-    result = auto.start(on, network().initial_arrays())
+    result = auto.start(on, net(personal, True).initial_arrays())
     mine = PersonalModel.load(tmp_path, "0")
     np.testing.assert_array_equal(mine.w, flat(result.arrays))
     if personal == "1.*":
-        assert mine.predict(network().features(mine.shared, x)).shape == (20, 2)
+        assert mine.predict(net(personal, True).features(mine.shared, X)).shape == (20, 2)
     else:
         assert mine.theta.any()
-        assert mine.module(network())(torch.from_numpy(x)).shape == (20, 2)
+        assert mine.module(net(personal, True))(torch.from_numpy(X)).shape == (20, 2)

@@ -55,11 +55,10 @@ class Nodes(InProcessGrid):
         self._contexts.clear()
 
 
-def nodes(directory: Path | None) -> InProcessGrid:
-    """With a state directory, or without one."""
-    return (
-        Nodes(directory) if directory else InProcessGrid(client_app(toy_learner), 1, {RUN: NAMED})
-    )
+def first_context(directory: Path | None) -> Context:
+    """Of a node with a state directory, or without one."""
+    bare = InProcessGrid(client_app(toy_learner), 1, {RUN: NAMED})
+    return (Nodes(directory) if directory else bare).context(1_000_000)
 
 
 def saves(directory: Path, user: int = 0, run: str = NAMED) -> list[Theta]:
@@ -169,7 +168,15 @@ def test_a_store_of_another_user_is_refused(
     assert not any(reply.has_error() for reply in replies[2:])
 
 
-@pytest.mark.parametrize("part", ["fact", "agreement", "array", "sent", "page"])
+CHANGES = {
+    "fact": "UPDATE fact SET value = value || ' '",
+    "agreement": "UPDATE fact SET value = value || ' ' WHERE name != 'account'",
+    "array": "UPDATE array SET about = about || ' '",
+    "sent": "UPDATE sent SET line = line || ' '",
+}
+
+
+@pytest.mark.parametrize("part", [*CHANGES, "page"])
 def test_a_changed_row_is_refused_or_shown(tmp_path: Path, part: str) -> None:
     """What was agreed, what is kept and what it cost: nothing is answered on a damaged store."""
     on = Nodes(tmp_path, nodes=1)
@@ -181,14 +188,8 @@ def test_a_changed_row_is_refused_or_shown(tmp_path: Path, part: str) -> None:
         content = path.read_bytes()
         path.write_bytes(content[:4096] + bytes(4096) + content[8192:])
     else:
-        change = {
-            "fact": "UPDATE fact SET value = value || ' '",
-            "agreement": "UPDATE fact SET value = value || ' ' WHERE name != 'account'",
-            "array": "UPDATE array SET about = about || ' '",
-            "sent": "UPDATE sent SET line = line || ' '",
-        }[part]
         with sqlite3.connect(path) as file:
-            assert file.execute(change).rowcount
+            assert file.execute(CHANGES[part]).rowcount
         file.close()
     (reply,) = one_round(ppsgd, on, 3)
     assert reply.has_error() == (part != "sent")
@@ -210,8 +211,12 @@ def test_a_disk_that_refuses_costs_the_round_and_leaves_theta(
     ppsgd.start(on, w0(), num_rounds=2)
     before, state = theta(tmp_path), on.context(1_000_000).state.copy()
     noted = len(notes(tmp_path))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
     with monkeypatch.context() as patch:
-        _break_disk(patch, place, number)
+        patch.setattr(database if place == "write_file" else os, place, fail)
         replies = one_round(ppsgd, on, 3)
     assert all("disk: ValueError" in told(reply) for reply in replies)
     assert "this round counts as zero" in caplog.text
@@ -221,13 +226,6 @@ def test_a_disk_that_refuses_costs_the_round_and_leaves_theta(
     assert on.context(1_000_000).state == state
     assert not list(tmp_path.rglob("*.partial"))
     assert not any(reply.has_error() for reply in one_round(ppsgd, on, 3))
-
-
-def _break_disk(patch: pytest.MonkeyPatch, place: str, number: int) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    patch.setattr(database if place == "write_file" else os, place, fail)
 
 
 def _raising(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -240,7 +238,7 @@ def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(
     tmp_path: Path, on_disk: bool
 ) -> None:
     """As in a deployment, where Flower keeps the state of a client that raised."""
-    context = nodes(tmp_path if on_disk else None).context(1_000_000)
+    context = first_context(tmp_path if on_disk else None)
     with pytest.raises(ClientError, match=r"^learner-failed: RuntimeError$"):
         client_app(toy_learner, mods=[_raising])(message(order(1)), context)
     assert not context.state
@@ -276,9 +274,8 @@ def test_a_stock_strategy_counts_visits_on_disk_and_leaves_theta(tmp_path: Path)
 
 
 def legacy_fit(context: Context, round_: int, starts: tuple[int, ...] = (1,)) -> None:
-    PPSGDClient(toy_learner(context), context).fit(
-        [np.zeros(SIZE)], order(round_, starts).to_flat()
-    )
+    asked = order(round_, starts).to_flat()
+    PPSGDClient(toy_learner(context), context).fit([np.zeros(SIZE)], asked)
 
 
 def test_the_legacy_client_keeps_theta_on_disk_too(tmp_path: Path) -> None:
@@ -328,10 +325,8 @@ def answer(context: Context, an_order: Order, kind: str = "train") -> Message:
 
 
 def test_a_node_without_a_directory_keeps_trainings_apart_too() -> None:
-    on, both = (
-        InProcessGrid(client_app(toy_learner), 1),
-        [strategy(release=release(1)) for _ in "ab"],
-    )
+    on = InProcessGrid(client_app(toy_learner), 1)
+    both = [strategy(release=release(1)) for _ in "ab"]
     for round_ in (1, 2, 3):
         for ppsgd in both:
             one_round(ppsgd, on, round_)
@@ -344,7 +339,7 @@ def test_a_node_without_a_directory_keeps_trainings_apart_too() -> None:
 def test_a_theta_of_another_model_is_refused_and_its_run_named(
     tmp_path: Path, on_disk: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = nodes(tmp_path if on_disk else None).context(1_000_000)
+    context = first_context(tmp_path if on_disk else None)
     answer(context, order(1))
     for kind in ("train", "evaluate"):
         with pytest.raises(ClientError, match=r"^theta-foreign: ValueError$"):
@@ -399,14 +394,9 @@ def test_every_reply_is_noted_and_refusals_are_counted_by_code(tmp_path: Path) -
     with pytest.raises(ClientError):
         client_app(toy_learner)(message(None), context)
     lines = notes(tmp_path)
-    assert [(line["kind"], line["code"]) for line in lines] == [
-        ("train", ""),
-        ("evaluate", ""),
-        ("train", "too-late"),
-        ("train", "refused-order"),
-        ("train", "refused-order"),
-        ("train", "refused-policy"),
-    ]
+    assert [line["kind"] for line in lines] == ["train", "evaluate", *4 * ["train"]]
+    refusals = ["too-late", "refused-order", "refused-order", "refused-policy"]
+    assert [line["code"] for line in lines] == ["", "", *refusals]
     text = client_report(tmp_path)
     assert "evaluations answered: 1, outside the guarantee" in text
     assert "refused-order (2), refused-policy (1), too-late (1)" in text

@@ -1,7 +1,9 @@
 """The sum of the survivors bit for bit, whoever drops out or lies; otherwise no sum."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +141,15 @@ def test_forged_shares_are_left_out_and_others_are_used(liars: int, summed: bool
             play.total()
 
 
+def share_with_a_change(play: Play, change: Callable[[Shares], Shares]) -> None:
+    """Everybody's shares, of which client 2 changes its own."""
+    rosters = play.server.rosters()
+    for node in ALL:
+        play.shared[node], shares = play.keyed[node].share(Roster.from_bytes(rosters[node]))
+        sent = change(shares) if node == 2 else shares
+        assert play.server.take_shares(node, sent.to_bytes())
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_shares_of_another_secret_give_no_sum(gone: bool) -> None:
     """A client whose shares give neither its seed nor its mask key."""
@@ -146,12 +157,8 @@ def test_shares_of_another_secret_give_no_sum(gone: bool) -> None:
     play.keys(ALL)
     if gone:  # shares another key than the one whose public half it sent
         play.keyed[2] = replace(play.keyed[2], mask=KeysSent.new(SESSION).mask)
-    rosters = play.server.rosters()
-    for node in ALL:
-        play.shared[node], shares = play.keyed[node].share(Roster.from_bytes(rosters[node]))
-        if node == 2 and not gone:
-            shares = replace(shares, seed_hash=bytes(32))
-        assert play.server.take_shares(node, shares.to_bytes())
+    seed: dict[str, Any] = {} if gone else {"seed_hash": bytes(32)}
+    share_with_a_change(play, lambda shares: replace(shares, **seed))
     play.mask([node for node in ALL if node != 2] if gone else ALL)
     play.reveal(ALL)
     with pytest.raises(NoSumError, match="client 2 gave shares of something else"):
@@ -161,13 +168,12 @@ def test_shares_of_another_secret_give_no_sum(gone: bool) -> None:
 def test_shares_that_cannot_be_opened_cost_one_holder_only() -> None:
     play = Play(RULES, some_vectors(7, 3))
     play.keys(ALL)
-    rosters = play.server.rosters()
-    for node in ALL:
-        play.shared[node], shares = play.keyed[node].share(Roster.from_bytes(rosters[node]))
-        if node == 2:
-            broken = shares.portions[5]._replace(sealed=bytes(82))
-            shares = Shares(shares.seed_hash, {**shares.portions, 5: broken})
-        assert play.server.take_shares(node, shares.to_bytes())
+
+    def damaged(shares: Shares) -> Shares:
+        broken = shares.portions[5]._replace(sealed=bytes(82))
+        return Shares(shares.seed_hash, {**shares.portions, 5: broken})
+
+    share_with_a_change(play, damaged)
     play.mask(ALL)
     play.reveal(ALL)
     assert np.array_equal(play.total(), play.vectors.sum(axis=0))

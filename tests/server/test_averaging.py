@@ -11,12 +11,9 @@ from tests.support.toy import SIZE, Floats, flat, grid, release, strategy, targe
 
 def by_hand(rounds: int) -> tuple[Floats, Floats]:
     """(Σ_{t<n} w_t / n, Σ_{t<n} θ_{i,t} / n) of five toy users who all take part in every round."""
-    w, thetas, targets = (
-        np.zeros(SIZE),
-        np.zeros((5, SIZE)),
-        np.array([target(i) for i in range(5)]),
-    )
-    sum_w, sum_theta = np.zeros(SIZE), np.zeros((5, SIZE))
+    targets = np.array([target(user) for user in range(5)])
+    w, sum_w = np.zeros(SIZE), np.zeros(SIZE)
+    thetas, sum_theta = np.zeros((5, SIZE)), np.zeros((5, SIZE))
     for _ in range(rounds):
         sum_w, sum_theta = sum_w + w, sum_theta + thetas
         gradients = w + thetas - targets
@@ -26,12 +23,8 @@ def by_hand(rounds: int) -> tuple[Floats, Floats]:
 
 
 def averaging(**changes: object) -> PPSGD:
-    return strategy(
-        release=release(clip_norm=100.0),
-        steps=Steps(shared=0.2, personal=0.1),
-        average=True,
-        **changes,
-    )
+    settings = {"release": release(clip_norm=100.0), "steps": Steps(0.2, 0.1), **changes}
+    return strategy(average=True, **settings)
 
 
 def test_the_result_is_the_average_of_w_and_evaluation_uses_both_averages() -> None:
@@ -52,13 +45,8 @@ def test_each_theta_is_weighted_by_the_rounds_it_stood() -> None:
 
 
 def test_absent_users_average_by_rounds_and_not_by_visits() -> None:
-    ppsgd = strategy(
-        release=release(rate=0.4, clip_norm=100.0),
-        steps=Steps(0.2, 0.1),
-        average=True,
-        insecure_seed=8,
-        evaluate_every=1,
-    )
+    drawn = release(rate=0.4, clip_norm=100.0)
+    ppsgd = averaging(release=drawn, insecure_seed=8, evaluate_every=1)
     on, history = grid(), []
 
     def watch(_: int, __: object) -> None:

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.support.toy import SIZE, flat, grid, make_replies, opened, strategy, 
 W_BYTES = 176
 MOST = superlink.TIMES_W * W_BYTES + superlink.SPARE_BYTES
 Contents = dict[str, bytes]
+Answer = SimpleNamespace  # any protobuf message, by its fields
 
 
 class Store:
@@ -46,30 +48,11 @@ class Store:
         return reply.object_id
 
     def answer(self, reply: Message, object_id: str, tree: ObjectTree) -> None:
-        metadata = reply.metadata
-        proto = Proto(object_id, metadata.src_node_id, metadata.reply_to_message_id)
-        self.replies[metadata.reply_to_message_id] = (proto, tree)
-
-
-class Proto:
-    """What the SuperLink itself knows about a reply."""
-
-    def __init__(self, message_id: str, src_node_id: int, reply_to_message_id: str) -> None:
-        self.metadata = self
-        self.message_id = message_id
-        self.src_node_id = src_node_id
-        self.dst_node_id = 1
-        self.reply_to_message_id = reply_to_message_id
-        self.group_id = ""
-        self.ttl = 3600.0
-        self.message_type = "train"
-
-
-class Answer:
-    """Any protobuf answer, by its fields."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
+        answered = reply.metadata.reply_to_message_id
+        proto = Answer(src_node_id=reply.metadata.src_node_id, dst_node_id=1, group_id="")
+        vars(proto).update(message_id=object_id, reply_to_message_id=answered)
+        vars(proto).update(ttl=3600.0, message_type="train", metadata=proto)
+        self.replies[answered] = (proto, tree)
 
 
 class Client:

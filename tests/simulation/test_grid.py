@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from flwr_ppsgd import client_app
@@ -20,20 +20,9 @@ stock = ClientApp()
 
 @stock.train()
 def train(message: Message, context: Context) -> Message:
-    """Half a step toward the node's own number."""
-    w = flat(message.content.array_records["arrays"])
-    partition = int(context.node_config["partition-id"])
-    goal = 1.0 + partition  # never w itself: Flower's DP wrapper divides by ‖update‖
-    arrays = ArrayRecord([w + 0.5 * (goal - w)])
-    metrics = MetricRecord({"num-examples": 1, "loss": 0.5})
+    """Counts the messages of a node in its state."""
     context.state["seen"] = MetricRecord({"times": 1 + times(context)})
-    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
-
-
-@stock.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    metrics = MetricRecord({"num-examples": 1, "times": times(context)})
-    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+    return Message(RecordDict(), reply_to=message)
 
 
 def times(context: Context) -> int:
@@ -44,10 +33,7 @@ def times(context: Context) -> int:
 def test_each_node_has_a_context_and_state_of_its_own() -> None:
     on = InProcessGrid(stock, 3, run_config={"lr": 0.1})
     node = on.get_node_ids()[1]
-    message = Message(
-        RecordDict({"arrays": w0(np.zeros(1)), "config": ConfigRecord()}), node, "train"
-    )
-    list(on.send_and_receive([message]))
+    list(on.send_and_receive([Message(RecordDict(), node, "train")]))
     assert [times(on.context(n)) for n in on.get_node_ids()] == [0, 1, 0]
     assert on.context(node).node_config == {"partition-id": 1, "num-partitions": 3}
     assert on.context(node).run_config == {"lr": 0.1}
