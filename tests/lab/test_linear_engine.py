@@ -160,15 +160,6 @@ def test_validation_and_test_rows_are_not_mixed_up() -> None:
     assert both["validation_loss"] == pytest.approx(measured(test=other)["loss"])
 
 
-def test_the_ends_of_alpha_freeze_one_block() -> None:
-    settings = grid_of()
-    engine = several(LinearEngine(table(), settings, seed=SEED), 5)
-    for place, setting in enumerate(settings):
-        moved = any(np.any(engine.theta(place, user)) for user in range(USERS))
-        assert moved == (setting.steps.personal > 0)
-        assert np.any(engine.w(place)) == (setting.steps.shared > 0)
-
-
 def test_an_empty_cohort_still_releases_noise() -> None:
     """w = −s_w·z·C/D·Σ_t n_t if nobody ever takes part."""
     release = Release(Poisson(USERS, 1e-12), 2.0, 0.5)

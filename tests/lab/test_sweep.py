@@ -51,8 +51,7 @@ def small(tmp_path: Path) -> Sweep:
 def load(directory: Path, **changes: Any) -> Sweep:
     path = directory / "grid.toml"
     flat = {**FLAT, **{key.replace("_", "-"): value for key, value in changes.items()}}
-    given = {key: value for key, value in flat.items() if value is not None}
-    path.write_text(tomli_w.dumps(given))
+    path.write_text(tomli_w.dumps({k: value for k, value in flat.items() if value is not None}))
     return Sweep.load(path)
 
 
@@ -85,15 +84,13 @@ def test_the_grid_is_the_product_with_alpha_zero_once(small: Sweep) -> None:
     )
 
 
+TOO_MANY = {"step": [float(i) for i in range(1, 2000)], "insecure-seed": list(range(100))}
 BAD_GRIDS: list[tuple[dict[str, Any], str]] = [
     ({"step": [0.1, 0.1]}, "'step' holds a value twice"),
     ({"step": [0.1, -1.0]}, "step must be finite and not negative, got -1.0"),
     ({"step": [0.1, "much"]}, "step must be of type float, got 'much'"),
     ({"alpha-q": [0.3, math.nan]}, "alpha-q must be in"),
-    (
-        {"step": [float(i) for i in range(1, 2000)], "insecure-seed": list(range(100))},
-        "more than 100000",
-    ),
+    (TOO_MANY, "more than 100000"),
     ({"evaluate-every": 0}, "'evaluate-every' is missing"),
     ({"insecure-seed": None}, "'insecure-seed' is missing"),
     ({"max-epsilon": 1.0}, "'max-epsilon' has no meaning in a sweep"),
@@ -144,12 +141,8 @@ def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path) -> None:
             assert own[max(own)].diverged
             continue
         assert not any(row.diverged for row in own.values())
-        changes = {
-            "step": point.step,
-            "alpha-q": point.alpha_q,
-            "noise-multiplier": point.noise_multiplier or 0.0,
-        }
-        settings = {**small.base.to_flat(), **changes, "insecure-seed": point.seed}
+        settings = {**small.base.to_flat(), "step": point.step, "alpha-q": point.alpha_q}
+        settings |= {"noise-multiplier": point.noise_multiplier or 0.0, "insecure-seed": point.seed}
         alone = run_as_cohort(Experiment.read(settings, where="here"))
         assert [row.round for row in alone.rows] == sorted(own) == [0, 3, 6]
         for row in alone.rows:
@@ -230,6 +223,10 @@ def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path) -> None:
         run_sweep(small, tmp_path / "out", memory=GIGABYTE)
 
 
+def die(*_: object) -> None:
+    os._exit(9)
+
+
 def test_a_worker_that_dies_is_one_clear_line(
     small: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,10 +234,6 @@ def test_a_worker_that_dies_is_one_clear_line(
     with pytest.raises(RuntimeError, match=r"a worker ended without a word.*lower --memory"):
         run_sweep(small, tmp_path / "out", memory=GIGABYTE, jobs=1)
     assert not multiprocessing.active_children()
-
-
-def die(*_: object) -> None:
-    os._exit(9)
 
 
 # --- on data of one's own
@@ -270,17 +263,14 @@ def test_a_sweep_goes_on_with_a_wider_grid(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_every_sweep_that_validates_has_a_row_without_noise_and_trivial_answers(
-    tmp_path: Path,
-) -> None:
+def test_a_sweep_that_validates_has_trivial_answers_and_no_noise_too(tmp_path: Path) -> None:
     sweep = validated(write(tmp_path))
     assert {point.noise_multiplier for point in sweep.points()} == {0.0, 0.5}
     out = tmp_path / "out"
     run_sweep(sweep, out, jobs=1)
     trivial = {row.point: row.measures for row in read_rows(out) if not row.point.step}
-    assert trivial.keys() == {
-        GridPoint(0, 0.0, 0.0, None, None, method) for method in ("trivial", "own-trivial")
-    }
+    methods = ("trivial", "own-trivial")
+    assert trivial.keys() == {GridPoint(0, 0.0, 0.0, None, None, name) for name in methods}
     for measures in trivial.values():
         assert measures.keys() == {"accuracy", "validation_accuracy"}
     (cost,) = read_selection(out)

@@ -1,12 +1,13 @@
 """Sweeps that hold the recipe, and baselines that are solved: grids, rows, ε, tables."""
 
-import csv
 import math
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from flwr_ppsgd import Ledger
@@ -44,8 +45,9 @@ ALONE: dict[str, Any] = {
 }
 
 
-def quiet(round_: int) -> None:
-    """Hears of a round."""
+def rows_of(sweep: Sweep, point: GridPoint) -> list[SweepRow]:
+    """The rows of one setting, without anybody who hears of rounds."""
+    return run_block(sweep.base.to_flat(), [point], lambda _: None)
 
 
 def sweep_of(path: Path, flat: dict[str, Any], **changes: Any) -> Sweep:
@@ -59,13 +61,8 @@ def of(sweep: Sweep, method: str) -> list[GridPoint]:
 
 def test_the_recipe_has_a_grid_of_epsilon_and_seed_alone(tmp_path: Path) -> None:
     sweep = sweep_of(write(tmp_path), MIXED)
-    recipes = of(sweep, "auto")
-    assert {(point.target_epsilon, point.seed) for point in recipes} == {
-        (2.0, 1),
-        (2.0, 2),
-        (8.0, 1),
-        (8.0, 2),
-    }
+    recipes = {(point.target_epsilon, point.seed) for point in of(sweep, "auto")}
+    assert recipes == {(2.0, 1), (2.0, 2), (8.0, 1), (8.0, 2)}
     assert len(of(sweep, "ppsgd")) == 2 * (1 + 2 * 2)
     assert sweep.base.training.method == "paper"
     chosen = plan_blocks(sweep, GIGABYTE, 1)
@@ -73,13 +70,20 @@ def test_the_recipe_has_a_grid_of_epsilon_and_seed_alone(tmp_path: Path) -> None
     assert sorted(point for block in chosen.blocks for point in block) == sweep.points()
 
 
+def run_of(data: Path, **settings: Any) -> Experiment:
+    """The recipe as a run of its own."""
+    given = {name.replace("_", "-"): value for name, value in settings.items()}
+    return Experiment.read(
+        {"method": "auto", "data": str(data), "delta": 1e-4, **given}, where="here"
+    )
+
+
 def test_the_recipe_of_a_sweep_is_the_recipe_of_a_run(tmp_path: Path) -> None:
     """Whatever rounds, cohorts, batches and steps the paper's method has beside it."""
-    data = str(write(tmp_path))
-    sweep = sweep_of(Path(data), MIXED)
+    data = write(tmp_path)
+    sweep = sweep_of(data, MIXED)
     (point, _) = [point for point in of(sweep, "auto") if point.target_epsilon == 2.0]
-    recipe = {"method": "auto", "data": data, "delta": 1e-4, "epsilon": 2.0, "insecure-seed": 1}
-    alone = Experiment.read(recipe, where="here").training
+    alone = run_of(data, epsilon=2.0, insecure_seed=1).training
     found = recipe_of(sweep.base, point).training
     assert found.recipe() == alone.recipe()
     assert found.arguments() == alone.arguments()
@@ -90,36 +94,28 @@ def test_rows_of_the_recipe_are_those_of_runs(tmp_path: Path, flat: dict[str, An
     path = write(tmp_path)
     sweep = sweep_of(path, flat)
     for point in sweep.points():
-        (row,) = run_block(sweep.base.to_flat(), [point], quiet)
-        settings: dict[str, Any] = {"method": "auto", "data": str(path), "delta": 1e-4, "rounds": 3}
-        settings |= {"insecure-seed": point.seed, "epsilon": point.target_epsilon}
-        outcome = run_as_cohort(Experiment.read(settings, where="here"))
-        measures = dict(outcome.rows[-1].measures)
-        assert row.measures == pytest.approx(measures, rel=1e-8)
+        (row,) = rows_of(sweep, point)
+        alone = run_of(path, rounds=3, insecure_seed=point.seed, epsilon=point.target_epsilon)
+        last = run_as_cohort(alone).rows[-1]
+        assert row.measures == pytest.approx(dict(last.measures), rel=1e-8)
         assert {"accuracy", "local_accuracy", "shared_accuracy"} <= row.measures.keys()
         spent, _ = EpsilonCache(sweep.base).price(point, row.round)
-        assert spent == pytest.approx(outcome.rows[-1].deployed_epsilon)
+        assert spent == pytest.approx(last.deployed_epsilon)
 
 
 def test_the_memory_of_a_recipe_is_foreseen(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
-    path = tmp_path / "wide.npz"
-    np.savez(
-        path,
-        user=np.repeat(np.arange(40), 10),
-        x=draw.normal(size=(400, 1000)),
-        y=draw.integers(20, size=400),
-        test=np.arange(400) % 5 == 0,
-    )
+    x, y = draw.normal(size=(400, 1000)), draw.integers(20, size=400)
+    user, test = np.repeat(np.arange(40), 10), np.arange(400) % 5 == 0
+    np.savez(path := tmp_path / "wide.npz", user=user, x=x, y=y, test=test)
     sweep = sweep_of(path, {**ALONE, "epsilon": [8.0], "insecure-seed": 1})
-    (block,) = plan_blocks(sweep, GIGABYTE, 1).blocks
-    planned = plan_blocks(sweep, GIGABYTE, 1).bytes
-    flat = sweep.base.to_flat()
+    chosen = plan_blocks(sweep, GIGABYTE, 1)
+    ((point,),) = chosen.blocks
     tracemalloc.start()
-    run_block(flat, block, quiet)
+    rows_of(sweep, point)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert planned / 2 < peak < planned * 1.5
+    assert chosen.bytes / 2 < peak < chosen.bytes * 1.5
 
 
 def test_each_epsilon_has_its_own_number_of_rounds(tmp_path: Path) -> None:
@@ -169,9 +165,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_everything_stands_side_by_side(tmp_path: Path) -> None:
     """Rows, table, figures and page of both methods and all baselines, chosen on validation."""
-    path = write(tmp_path)
     names = "fine-tuned, solved, fedavg, fedavg-solved"
-    sweep = sweep_of(path, MIXED, baselines=names, select_on="validation")
+    sweep = sweep_of(write(tmp_path), MIXED, baselines=names, select_on="validation")
     out = tmp_path / "out"
     run_sweep(sweep, out, memory=GIGABYTE)
     before = (out / "rows.jsonl").read_bytes()
@@ -185,22 +180,15 @@ def test_everything_stands_side_by_side(tmp_path: Path) -> None:
     text, written = draw_sweep(rows, out)
     assert " auto" in text
     assert {path.name for path in written} >= {"figure-1.png", "figure-2.png", "methods.png"}
-    with (out / "best.csv").open(encoding="utf-8") as file:
-        next(file)
-        table = list(csv.DictReader(file))
+    table = pd.read_csv(out / "best.csv", comment="#").to_dict("records")
+    spent = summarise(rows).table.set_index("noise-multiplier")["deployed_epsilon"]
     assert len(table) == 3
     for line in table:
         for name in ("auto", *names.split(", ")):
-            assert 0 <= float(line[name]) <= 1
-        z = float(line["noise-multiplier"])
-        table = summarise(rows).table
-        spent = table.loc[table["noise-multiplier"] == z, "deployed_epsilon"].item()
-        own = [
-            row.measures["accuracy"]
-            for row in recipe
-            if row.deployed_epsilon == pytest.approx(spent, rel=0.02)
-        ]
-        assert float(line["auto"]) == pytest.approx(np.mean(own))
+            assert 0 <= line[name] <= 1
+        epsilon = pytest.approx(spent[line["noise-multiplier"]], rel=0.02)
+        own = [row.measures["accuracy"] for row in recipe if row.deployed_epsilon == epsilon]
+        assert line["auto"] == pytest.approx(np.mean(own))
     curves = (out / "methods.csv").read_text(encoding="utf-8")
     assert "auto, nothing chosen" in curves
     assert "global, then solved" in curves
@@ -239,16 +227,12 @@ def test_solved_baselines_solve_on_the_final_w(
         return kept[-1]
 
     monkeypatch.setattr(blocks, "_block_engine", remembered)
-    flat = sweep.base.to_flat()
-    (row,) = [row for row in run_block(flat, [point], quiet) if row.measures]
-    like = GridPoint(
-        point.seed, math.inf, point.step, point.noise_multiplier, point.clip_norm, source
-    )
-    run_block(flat, [like], quiet)
+    (row,) = [row for row in rows_of(sweep, point) if row.measures]
+    like = replace(point, alpha_q=math.inf, method=source)
+    rows_of(sweep, like)
     solved_on, published = (engine.w(0) for engine in kept)
     np.testing.assert_array_equal(solved_on, published)
-    task = sweep.base.task
-    (people,) = results_of(task.learner, [published], range(9), None)
+    (people,) = results_of(sweep.base.task.learner, [published], range(9), None)
     assert row.measures == pytest.approx(overall_measures(people), rel=1e-8)
     assert isinstance(row, SweepRow)
     price = EpsilonCache(sweep.base).price
@@ -275,14 +259,9 @@ def test_validation_rows_and_not_test_rows_choose_among_solved(tmp_path: Path) -
 def many(directory: Path) -> Path:
     """200 users with amounts."""
     draw = np.random.default_rng(0)
-    path = directory / "many.npz"
-    np.savez(
-        path,
-        user=np.repeat(np.arange(200), 3),
-        x=draw.normal(size=(600, 2)),
-        y=draw.normal(size=600),
-        test=np.arange(600) % 3 == 2,
-    )
+    x, y = draw.normal(size=(600, 2)), draw.normal(size=600)
+    user, test = np.repeat(np.arange(200), 3), np.arange(600) % 3 == 2
+    np.savez(path := directory / "many.npz", user=user, x=x, y=y, test=test)
     return path
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,15 +50,6 @@ def test_theorem_4_5_by_hand() -> None:
     assert (theorem().smoothness_at(0.5), theorem().variance_at(0.5)) == (1.5, 2.25)
     assert (bound.bias, bound.deviation, bound.total) == (27 / 8, 27 / 8, 27 / 4)
     assert bound.steps == Steps.from_paper(eta=1 / 6, alpha=0.5, denominator=4)
-
-
-def test_where_noise_is_large_the_step_is_the_norm_over_the_noise() -> None:
-    """The second branch of η: σ_ζ² = 79 makes σ² = 81, so η = 3/(4·9) = 1/12 < 1/6."""
-    noisy = theorem(noise_std=math.sqrt(79.0))
-    bound = noisy.bound(0.5, Minimiser(shared=2.0, personal=5.0))
-    assert noisy.variance_at(0.5) == pytest.approx(81)
-    assert bound.steps.shared == pytest.approx(1 / 24)
-    assert bound.steps.personal == pytest.approx(1 / 48)
 
 
 def test_theorem_b_4_by_hand() -> None:
@@ -146,15 +138,8 @@ def test_the_additive_minimiser_has_the_least_norm(alpha: float) -> None:
 
 def test_lemma_4_6_by_hand() -> None:
     """N = 3, σ = 2, ε = 3, d = 2, G = 5, log(1/δ) = 4, c = 3: n* = 3·2·4·9/(9·2·25·4)."""
-    found = threshold_samples(
-        population=3,
-        sigma=2.0,
-        dimension=2,
-        gradient_bound=5.0,
-        epsilon=3.0,
-        delta=math.exp(-4),
-        constant=3.0,
-    )
+    problem: Any = {"population": 3, "sigma": 2.0, "dimension": 2, "gradient_bound": 5.0}
+    found = threshold_samples(**problem, epsilon=3.0, delta=math.exp(-4), constant=3.0)
     assert found == pytest.approx(216 / 1800)
 
 
@@ -172,18 +157,10 @@ def test_the_explicit_constant_of_theorem_4_1_suffices_and_is_not_far_off(
     epsilon: float, relation: Relation
 ) -> None:
     """The noise that it gives is above the exact one, by less than two thirds."""
-    z = calibrate_noise(
-        epsilon=epsilon, delta=1e-5, cohort=Poisson(50, 1.0), rounds=30, relation=relation
-    )
-    proved = noise_scale(
-        clip_norm=2.0,
-        rounds=30,
-        total=50,
-        epsilon=epsilon,
-        delta=1e-5,
-        constant=sufficient_constant(epsilon, 1e-5, relation),
-    )
-    exact = z * 2.0 / 50
+    asked: Any = {"epsilon": epsilon, "delta": 1e-5, "rounds": 30}
+    exact = calibrate_noise(**asked, cohort=Poisson(50, 1.0), relation=relation) * 2.0 / 50
+    constant = sufficient_constant(epsilon, 1e-5, relation)
+    proved = noise_scale(**asked, clip_norm=2.0, total=50, constant=constant)
     assert exact <= proved <= 5 / 3 * exact
 
 
@@ -257,19 +234,10 @@ def test_steps_of_a_theorem_by_hand() -> None:
 def test_the_threshold_for_algorithm_3_with_the_noise_in_use(factor: float, local: bool) -> None:
     """N·d·σ_ζ² against (N−1)σ²/(qm): B.4's deviation rises with α on one side and falls on the
     other."""
-    n, q, m, d, sigma, c = 50, 0.2, 5, 8, 3.0, 2.0
-    z = factor * threshold_noise_multiplier(
-        population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, clip_norm=c
-    )
-    theorem = theorem_b_4(
-        population=n,
-        rate=q,
-        rounds=10,
-        dimension=d,
-        smoothness=1.0,
-        variance_w=sigma**2 / m,
-        variance_theta=sigma**2 / m,
-        noise_std=z * c / (q * n),
-    )
+    n, m, sigma, c = 50, 5, 3.0, 2.0
+    shared: Any = {"population": n, "rate": 0.2, "dimension": 8}
+    z = threshold_noise_multiplier(**shared, batch_size=m, sigma=sigma, clip_norm=c)
+    variances = {"variance_w": sigma**2 / m, "variance_theta": sigma**2 / m}
+    theorem = sampled(**shared, **variances, rounds=10, noise_std=factor * z * c / (0.2 * n))
     deviations = [theorem.bound(a, Minimiser.additive_norms(n, 1.0)).deviation for a in ALPHAS]
     assert deviations == sorted(deviations, reverse=not local)
