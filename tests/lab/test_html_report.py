@@ -3,9 +3,10 @@ one line."""
 
 import base64
 import json
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,21 +15,12 @@ import tomli_w
 
 from flwr_ppsgd import cli
 from flwr_ppsgd.lab.html_report import write_report
-from flwr_ppsgd.lab.rows import CAVEAT, RunRow
+from flwr_ppsgd.lab.rows import CAVEAT, RunRow, SweepRow
 from tests.lab.test_figures import ROWS
 
-CONFIG = {
-    "population": 50,
-    "rate": 0.2,
-    "step": [0.1, 0.2, 0.9],
-    "alpha-q": [0.0, 0.3, float("inf")],
-    "clip-norm": 1.0,
-    "noise-multiplier": [1.0, 5.0],
-    "delta": 1e-4,
-    "rounds": 9,
-    "data": "synthetic",
-    "checkpoint-dir": "",
-}
+CONFIG: dict[str, object] = {"population": 50, "rate": 0.2, "rounds": 9, "delta": 1e-4}
+CONFIG |= {"step": [0.1, 0.2, 0.9], "alpha-q": [0.0, 0.3, math.inf], "clip-norm": 1.0}
+CONFIG |= {"noise-multiplier": [1.0, 5.0], "data": "synthetic", "checkpoint-dir": ""}
 HOSTILE = "<script>alert('x')</script>&\"quoted\""
 VOID = {"meta", "img"}
 
@@ -59,23 +51,22 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.seen if name == tag]
 
 
+def as_lines(rows: Iterable[SweepRow | RunRow]) -> str:
+    return "".join(json.dumps(row.to_json()) + "\n" for row in rows)
+
+
 def sweep_in(directory: Path, **changes: object) -> Path:
     directory.mkdir()
     (directory / "config.toml").write_text(tomli_w.dumps({**CONFIG, **changes}), encoding="utf-8")
-    (directory / "rows.jsonl").write_text(
-        "".join(json.dumps(row.to_json()) + "\n" for row in ROWS), encoding="utf-8"
-    )
+    (directory / "rows.jsonl").write_text(as_lines(ROWS), encoding="utf-8")
     return directory
 
 
 def run_in(directory: Path) -> Path:
     directory.mkdir()
     (directory / "config.toml").write_text(tomli_w.dumps({"population": 50, "alpha-q": 0.3}))
-    lines = []
-    for round_ in (0, 4):
-        row = RunRow(round_, 1.00001 * round_, 1.00001 * round_, {"loss": 9.0 - round_})
-        lines.append(json.dumps(row.to_json()) + "\n")
-    (directory / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    rows = [RunRow(t, 1.00001 * t, 1.00001 * t, {"loss": 9.0 - t}) for t in (0, 4)]
+    (directory / "metrics.jsonl").write_text(as_lines(rows), encoding="utf-8")
     statement = f"To each of the 50 enrolled users.\n{HOSTILE}"
     privacy = {"rounds_trained": 4, "statement": statement}
     (directory / "privacy.json").write_text(json.dumps(privacy), encoding="utf-8")
@@ -125,13 +116,10 @@ def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
         kind, data = image["src"].split(",")
         assert (kind, base64.b64decode(data)[:4]) == ("data:image/png;base64", b"\x89PNG")
         assert len(image["alt"]) > 40
-    addresses = [attributes["href"] for attributes in page.attributes("a")]
-    assert addresses == ["rows.jsonl"]
+    assert [attributes["href"] for attributes in page.attributes("a")] == ["rows.jsonl"]
     assert not {"script", "link", "iframe"} & {tag for tag, _ in page.seen}
-    text = re.sub(
-        r"base64,[A-Za-z0-9+/=]*", "", (swept / "report.html").read_text(encoding="utf-8")
-    )
-    assert not re.search(r"//|@import|url\(", text)
+    source = (swept / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"//|@import|url\(", re.sub(r"base64,[A-Za-z0-9+/=]*", "", source))
 
 
 def test_the_same_rows_make_the_same_page(swept: Path) -> None:
@@ -164,9 +152,8 @@ def test_a_runs_page_holds_its_statement_and_never_rounds_epsilon_down(tmp_path:
 
 def test_a_sweep_under_way_says_so(tmp_path: Path) -> None:
     directory = sweep_in(tmp_path / "sweep", **{"cohort-size": 5})
-    (directory / "plan.json").write_text(
-        json.dumps({"blocks": [[1] * 20, [1] * 10]}), encoding="utf-8"
-    )
+    plan = {"blocks": [[1] * 20, [1] * 10]}
+    (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     text = Page(write_report(directory)).text
     assert "30 trainings" in text
     assert "7 of them are finished" in text
@@ -174,34 +161,30 @@ def test_a_sweep_under_way_says_so(tmp_path: Path) -> None:
     assert "no amplification by sampling is claimed" in text
 
 
-def only_config(directory: Path) -> None:
-    directory.mkdir()
-    (directory / "config.toml").write_text("rounds = 1")
-
-
-def broken_privacy(directory: Path) -> None:
-    (run_in(directory) / "privacy.json").write_text("{}")
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "message"),
     [
-        (only_config, "there: no setting is finished yet: run ppsgd sweep"),
-        (broken_privacy, "there: not the directory of a run"),
+        ("sweep", "there: no setting is finished yet: run ppsgd sweep"),
+        ("run", "there: not the directory of a run"),
     ],
 )
 def test_a_directory_that_cannot_be_reported_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    make: Callable[[Path], None],
+    kind: str,
     message: str,
 ) -> None:
+    """A sweep without a row yet, and a run whose privacy.json is empty."""
+    there = run_in(tmp_path / "there")
+    (there / "privacy.json").write_text("{}")
+    if kind == "sweep":
+        (there / "privacy.json").unlink()
+        (there / "metrics.jsonl").unlink()
     monkeypatch.chdir(tmp_path)
-    make(Path("there"))
     monkeypatch.setattr(sys, "argv", ["ppsgd", "report", "there"])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2
     assert capsys.readouterr().err.startswith(f"ppsgd: {message}")
-    assert not (tmp_path / "there" / "report.html").exists()
+    assert not (there / "report.html").exists()

@@ -42,17 +42,17 @@ def test_rounds_from_passes_draw_every_sample_so_often(tmp_path: Path) -> None:
 
 
 def test_what_stands_for_something_else_is_kept_beside_it(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "rounds": None,
-        "passes": 5,
-        "rate": None,
-        "cohort_mean": 3,
-        "evaluate_every": None,
-    }
-    experiment = read(write(tmp_path), **changes, evaluations=4)
+    cohorts: dict[str, Any] = {"rate": None, "cohort_mean": 3}
+    rounds: dict[str, Any] = {"rounds": None, "passes": 5, "evaluate_every": None, "evaluations": 4}
+    experiment = read(write(tmp_path), **cohorts, **rounds)
     training = experiment.training
     assert (training.rate, training.rounds, training.evaluate_every) == (3 / 9, 40, 10)
     assert Experiment.read(experiment.to_flat(), where="again") == experiment
+
+
+OTHER_TASK = "task must be 'classification' or 'multi-label' or 'regression', got 'ranking'"
+BASELINE = "baselines must be of fine-tuned, solved, fedavg, fedavg-solved, got 'fedprox'"
+NO_ROUNDS = {"evaluations": 2, "evaluate_every": None, "rounds": None}
 
 
 @pytest.mark.parametrize(
@@ -62,24 +62,15 @@ def test_what_stands_for_something_else_is_kept_beside_it(tmp_path: Path) -> Non
         ({"passes": 5}, "passes = 5 makes rounds 27 and it is given as 6: keep one"),
         ({"passes": 0.0, "rounds": None}, "passes must be positive and finite, got 0.0"),
         ({"passes": "two", "rounds": None}, "passes must be of type float, got 'two'"),
-        (
-            {"evaluations": 2, "evaluate_every": None, "rounds": None},
-            "'rounds' is missing: evaluations needs it",
-        ),
-        (
-            {"task": "ranking"},
-            "task must be 'classification' or 'multi-label' or 'regression', got 'ranking'",
-        ),
+        (NO_ROUNDS, "'rounds' is missing: evaluations needs it"),
+        ({"task": "ranking"}, OTHER_TASK),
         ({"model": "mlp"}, "model must be 'linear' or 'cnn', got 'mlp'"),
         ({"min_train": 0}, "min-train must be at least 1, got 0"),
         ({"min_train": "2"}, "min-train must be of type int, got '2'"),
         ({"step": [0.1, 0.2]}, "step is a list: that is for ppsgd sweep"),
         ({"drop_exhausted": True}, "drop-exhausted needs passes"),
         ({"alpha_q": "theory"}, "alpha-q must be of type float, got 'theory'"),
-        (
-            {"baselines": "fedprox"},
-            "baselines must be of fine-tuned, solved, fedavg, fedavg-solved, got 'fedprox'",
-        ),
+        ({"baselines": "fedprox"}, BASELINE),
         ({"model": "cnn", "loss": "softmax"}, "the cnn has a loss of its own"),
     ],
 )

@@ -163,9 +163,8 @@ def leaf_users(folder: Path, part: str, **users: dict[str, list[Any]]) -> None:
 
 def test_leafs_files_keep_their_test_parts(tmp_path: Path) -> None:
     """The third user has a test row only."""
-    leaf_users(
-        tmp_path, "train", a={"x": [[1, 2], [3, 4]], "y": [0, 1]}, b={"x": [[5, 6]], "y": [1]}
-    )
+    own: dict[str, list[Any]] = {"x": [[1, 2], [3, 4]], "y": [0, 1]}
+    leaf_users(tmp_path, "train", a=own, b={"x": [[5, 6]], "y": [1]})
     leaf_users(tmp_path, "test", a={"x": [[7, 8]], "y": [1]}, c={"x": [[9, 9]], "y": [0]})
     data = load_file(tmp_path)
     assert data.users == ("a", "b")
@@ -210,13 +209,10 @@ def test_folders_of_pictures_are_users_and_classes(tmp_path: Path) -> None:
     assert sorted(own.tolist()) == [0, 1, 50, 51]
 
 
-def test_pictures_of_two_sizes_are_refused(tmp_path: Path) -> None:
+def test_folders_without_data_or_with_pictures_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    refused(tmp_path, "here are no .parquet files")
     with pytest.raises(ValueError, match=r"picture 1 has \(5, 5\) pixels and the first .*\(4, 4\)"):
         load_file(pictures(tmp_path, 4, 5))
-
-
-def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path, "here are no .parquet files")
 
 
 def test_a_folder_of_parquet_files_is_one_table(tmp_path: Path) -> None:
@@ -236,10 +232,8 @@ def test_the_digits_of_forty_writers_are_pictures() -> None:
     assert (data.x.dtype, data.shape) == (np.uint8, (28, 28))
     named = load_file(SHARED / "femnist_like", user_column="writer_id", target_column="character")
     np.testing.assert_array_equal(named.x, data.x)
-    assert (
-        "left out, beside pictures (--set feature-columns= uses it instead): 'hsf_id'"
-        in named.notes
-    )
+    left_out = "left out, beside pictures (--set feature-columns= uses it instead): 'hsf_id'"
+    assert left_out in named.notes
 
 
 def test_a_name_of_the_hub_is_no_path(tmp_path: Path) -> None:
