@@ -80,11 +80,3 @@ def test_what_is_cut_from_the_noise_counts_too() -> None:
     wider = Policy(max_own_epsilon=79.2, delta=1e-5)
     with pytest.raises(RefusedError, match="from δ, more than a tenth"):
         account.admit(order, Agreement().with_order(order, wider), wider)
-
-
-def test_answers_outside_every_epsilon_end_a_limit_that_comes_later() -> None:
-    order = Order(1, 0.1, 1.0, "mean", True, plan={"gradient": (20.0, 1)}, training=3)
-    account = DeviceAccount().with_unpriced()
-    account.admit(order, Agreement().with_order(order, Policy()), Policy())
-    with pytest.raises(RefusedError, match="1 answers were outside every ε"):
-        account.admit(order, Agreement().with_order(order, POLICY), POLICY)

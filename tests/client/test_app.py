@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from flwr.app import Context
 
-from flwr_ppsgd import Order, Steps, client_app
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd import Order, client_app
 from flwr_ppsgd.wire import GRADIENT
 from tests.support.kept import kept_by
-from tests.support.toy import SIZE, Floats, Toy, grid, opened, release, strategy, toy_learner, w0
+from tests.support.toy import SIZE, Floats, Toy, grid, opened, release, strategy
 
 
 @dataclass
@@ -73,13 +72,3 @@ def test_a_number_that_vanishes_in_clipping_is_no_error() -> None:
     with np.errstate(all="raise"):
         (reply,) = on.send_and_receive([message])
     assert not reply.has_error()
-
-
-def test_evaluation_uses_the_kept_theta_and_changes_nothing() -> None:
-    on = InProcessGrid(client_app(toy_learner), 2)
-    ppsgd = strategy(release=release(2), steps=Steps(shared=0.0, personal=1.0), evaluate_every=1)
-    result = ppsgd.start(on, w0(), num_rounds=2)
-    assert result.evaluate_metrics_clientapp[2]["distance"] == pytest.approx(0.0, abs=1e-20)
-    kept = kept_by(on.context(on.get_node_ids()[0]))
-    assert kept is not None
-    assert kept.stamp.visit == 2

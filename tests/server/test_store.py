@@ -113,15 +113,6 @@ def test_a_store_in_memory_outlives_errors_and_close() -> None:
     assert store.charge_count == 2
 
 
-def test_other_settings_are_named_and_nothing_changes(place: Path) -> None:
-    opened(place).close()
-    store = Store(place)
-    with pytest.raises(StoreError, match=r"noise_multiplier was 2.0 and is 9.0; delta was 1e-05"):
-        store.settle(release=QUIET, delta=1e-6)
-    store.settle(release=NOISY, delta=DELTA, more=[1])
-    assert store.setting("more") == [1]
-
-
 def test_threads_charge_one_after_the_other(place: Path) -> None:
     store = opened(place)
     threads = [threading.Thread(target=store.charge, args=(n, NOISY)) for n in range(20)]
