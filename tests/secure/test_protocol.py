@@ -287,16 +287,20 @@ def test_clients_under_other_terms_cannot_read_each_others_shares_or_masks() -> 
 # --- a server that names other participants
 
 
+def roster(clients: int, neighbours: int) -> Roster:
+    """Of client 0, with so many neighbours."""
+    keys = {place: KeysSent.new(SESSION).public for place in range(1, neighbours + 1)}
+    return Roster(0, clients, keys)
+
+
 def test_no_sum_has_more_participants_than_are_enrolled() -> None:
     """Population 40: with 60 participants the graph may be sparse, and x₀ be read alone."""
-    rules = SecureSum(honest=30, colluding=2)
-    keys = {place: KeysSent.new(SESSION).public for place in range(1, 60)}
-    client = KeysSent.new(session_of(rules, 40))
+    client = KeysSent.new(session_of(SecureSum(honest=30, colluding=2), 40))
     with refused("a sum of 60 clients where 40 are enrolled"):
-        client.share(Roster(0, 60, dict(list(keys.items())[:4])))
+        client.share(roster(60, 4))
     with refused("38 neighbours where the terms ask for all 39 others"):
-        client.share(Roster(0, 40, dict(list(keys.items())[:38])))
-    client.share(Roster(0, 40, dict(list(keys.items())[:39])))
+        client.share(roster(40, 38))
+    client.share(roster(40, 39))
 
 
 def test_a_million_participants_are_refused_before_any_work() -> None:
@@ -310,31 +314,26 @@ def test_a_random_graph_has_neither_fewer_nor_more_neighbours_than_can_be_drawn(
     rules = SecureSum(honest=190, colluding=1, failure=1e-6)
     found = design(rules, 210)
     assert not found.complete
-    keys = {place: KeysSent.new(SESSION).public for place in range(1, 210)}
     client = KeysSent.new(session_of(rules, 210))
-
-    def share(neighbours: int) -> None:
-        client.share(Roster(0, 210, dict(list(keys.items())[:neighbours])))
-
     expected = f"ask for {found.fewest} to {found.neighbours}"
     for neighbours in (0, 1, found.fewest - 1, found.neighbours + 1, 209):
         with refused(f"{neighbours} neighbours where the terms {expected}"):
-            share(neighbours)
-    share(found.fewest)
-    share(found.neighbours)
+            client.share(roster(210, neighbours))
+    client.share(roster(210, found.fewest))
+    client.share(roster(210, found.neighbours))
 
 
 def test_rosters_that_would_not_protect_are_refused() -> None:
     play = Play(RULES, some_vectors(7, 3))
     play.keys(ALL)
-    roster = Roster.from_bytes(play.server.rosters()[0])
+    neighbours = Roster.from_bytes(play.server.rosters()[0]).neighbours
     client = play.keyed[0]
     with refused("a sum of 4 clients, fewer than 5"):
-        client.share(Roster(0, 4, dict(list(roster.neighbours.items())[:3])))
-    for copied in (roster.neighbours[2], client.public):
+        client.share(roster(4, 3))
+    for copied in (neighbours[2], client.public):
         with refused("a public key comes twice"):
-            client.share(Roster(0, 7, {**roster.neighbours, 1: copied}))
-    zero = {**roster.neighbours, 1: PublicKeys(bytes(32), roster.neighbours[1].mask)}
+            client.share(Roster(0, 7, {**neighbours, 1: copied}))
+    zero = {**neighbours, 1: PublicKeys(bytes(32), neighbours[1].mask)}
     with refused("public key is invalid"):
         client.share(Roster(0, 7, zero))
 
