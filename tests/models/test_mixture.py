@@ -148,6 +148,11 @@ def test_the_trust_in_w_by_hand() -> None:
     assert trust_in(problem, w, np.array([10.0])) == 0
 
 
+def personal(problem: OwnProblem) -> Mixture:
+    """The personal model around ``shared_model``."""
+    return personal_models(problem, shared_model(problem.columns), NOISE)[""]
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("n", [0, 1, 2, 9])
 def test_a_w_of_zeros_is_not_trusted(task: Task, n: int) -> None:
@@ -155,8 +160,7 @@ def test_a_w_of_zeros_is_not_trusted(task: Task, n: int) -> None:
     w = 0 * shared_model(problem.columns)
     assert trust_in(problem, w, NOISE) == 0
     model = personal_models(problem, w, NOISE)[""]
-    assert model.trust == 0
-    assert model.beta == (1.0 if n < 2 else 0.0)
+    assert (model.trust, model.beta) == (0, 1.0 if n < 2 else 0.0)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -191,7 +195,7 @@ def test_kernels_have_names_and_priors() -> None:
     problem = made("regression", 20, 3)
     priors = {kernel.name: kernel.prior for kernel in candidates(problem)}
     assert priors == {"linear": 1, "offset": 0.5, "rbf 0.3": 0.1, "rbf 1.0": 0.1, "rbf 3.0": 0.1}
-    model = personal_models(problem, shared_model(problem.columns), NOISE)[""]
+    model = personal(problem)
     assert list(model.choices) == ["trust", "beta", *priors]
     assert sum(model.weights) == pytest.approx(1)
     for without_rbf in (made("regression", 20, 3, sparse=1), made("regression", 501, 3)):
@@ -201,8 +205,7 @@ def test_kernels_have_names_and_priors() -> None:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("n", [1, 3, 9, 700])
 def test_a_saved_model_predicts_the_same_bits(tmp_path: Path, task: Task, n: int) -> None:
-    problem = made(task, n, 6, numbers=2)
-    model = personal_models(problem, shared_model(problem.columns), NOISE)[""]
+    model = personal(made(task, n, 6, numbers=2))
     arrays: dict[str, Any] = model.to_arrays()
     np.savez(tmp_path / "model.npz", **arrays)
     with np.load(tmp_path / "model.npz") as file:
@@ -230,8 +233,7 @@ def test_below_two_rows_classes_are_those_of_w(n: int) -> None:
     problem = made("classification", n, 4)
     w = shared_model(problem.columns)
     later = data("classification", 5, 4)[0]
-    found = personal_models(problem, w, NOISE)[""].predict(later)
-    np.testing.assert_allclose(found, later @ w[:4] + w[4])
+    np.testing.assert_allclose(personal(problem).predict(later), later @ w[:4] + w[4])
 
 
 def test_regression_without_rows_has_no_location_and_says_so() -> None:
@@ -243,14 +245,9 @@ def test_regression_without_rows_has_no_location_and_says_so() -> None:
             model.predict(np.zeros((1, 4)))
 
 
-def with_missing(rows: Floats) -> Floats:
-    rows[2, 1] = math.nan
-    rows[5, 0] = math.inf
-    return rows
-
-
-def with_number(rows: Floats, value: float, place: Any) -> Floats:
-    rows[place] = value
+def changed(rows: Floats, *changes: tuple[Any, float]) -> Floats:
+    for place, value in changes:
+        rows[place] = value
     return rows
 
 
@@ -267,9 +264,9 @@ UNUSUAL_ROWS: dict[str, Callable[[Floats], Floats]] = {
     "far from zero": lambda rows: rows + 1e6,
     "huge columns": lambda rows: rows * 1e99,
     "tiny columns": lambda rows: rows * 1e-155,
-    "too large a number": lambda rows: with_number(rows, 1e300, (3, 2)),
-    "missing numbers": with_missing,
-    "missing everywhere": lambda rows: with_number(rows, math.nan, (slice(None), 1)),
+    "too large a number": lambda rows: changed(rows, ((3, 2), 1e300)),
+    "missing numbers": lambda rows: changed(rows, ((2, 1), math.nan), ((5, 0), math.inf)),
+    "missing everywhere": lambda rows: changed(rows, ((slice(None), 1), math.nan)),
     "constant targets": lambda rows: rows,
     "one row of another class": lambda rows: rows,
 }
@@ -307,8 +304,7 @@ def test_many_rows_never_make_a_matrix_of_rows_by_rows() -> None:
     n = 6000
     rows, targets = data("classification", n, 10)
     tracemalloc.start()
-    problem = OwnProblem.of(rows, targets, plain_columns("classification", 10))
-    personal_models(problem, shared_model(problem.columns), NOISE)[""].predict(rows)
+    personal(OwnProblem.of(rows, targets, plain_columns("classification", 10))).predict(rows)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * n * n / 4
@@ -328,7 +324,5 @@ def test_distances_keep_their_digits(shift: float) -> None:
 
 
 def test_rows_of_another_width_are_refused() -> None:
-    problem = made("regression", 9, 4)
-    model = personal_models(problem, shared_model(problem.columns), NOISE)[""]
     with pytest.raises(ValueError, match="rows must have 4 columns, got 3"):
-        model.predict(np.zeros((2, 3)))
+        personal(made("regression", 9, 4)).predict(np.zeros((2, 3)))
