@@ -37,18 +37,8 @@ def table(task: str = "classification", kind: str = "dense") -> PerUser:
     return per_user({"user": user, "x": x, "y": y[task], "test": test})
 
 
-def order(visit: int, **changes: Any) -> Order:
-    return Order(
-        **{
-            "round": visit,
-            "visit": visit,
-            "clip_norm": 1.0,
-            "step": 0.1,
-            "reduction": "mean",
-            "publishes": True,
-            **changes,
-        }
-    )
+def order(visit: int) -> Order:
+    return Order(visit, 0.1, 1.0, "mean", True, visit=visit)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -56,15 +46,13 @@ def test_a_model_sees_features_and_a_bias(kind: str) -> None:
     data, rows = table(kind=kind), np.array([1, 20])
     seen = replace(data, bias=True)
     assert seen.features == 5
-    np.testing.assert_array_equal(
-        seen.matrix(rows), np.hstack([data.matrix(rows), np.ones((2, 1))])
-    )
+    expected = np.hstack([data.matrix(rows), np.ones((2, 1))])
+    np.testing.assert_array_equal(seen.matrix(rows), expected)
     x, y, offsets = seen.part(test=True, shift=0.1, dtype=np.float32)
     assert sparse.issparse(x) == (kind == "sparse")
     np.testing.assert_array_equal(offsets, [0, 2, 4, 6])
-    np.testing.assert_allclose(
-        (x.toarray() if kind == "sparse" else x)[2:4], seen.matrix(np.array([14, 15])), rtol=1e-6
-    )
+    dense = x.toarray() if kind == "sparse" else x
+    np.testing.assert_allclose(dense[2:4], seen.matrix(np.array([14, 15])), rtol=1e-6)
     np.testing.assert_allclose(y[0], np.eye(3)[0] - 0.1, rtol=1e-6)
     assert {x.dtype, y.dtype} == {np.dtype(np.float32)}
 
@@ -90,27 +78,24 @@ def test_gradients_are_those_of_the_same_minibatch_anywhere(task: str, kind: str
         np.testing.assert_array_equal(g_w, g_theta)
 
 
-def test_measures_by_task() -> None:
+MEASURES = {"classification": "accuracy", "multi-label": "precision_at_1", "regression": "rmse"}
+
+
+@pytest.mark.parametrize("task", MEASURES)
+def test_measures_by_task(task: str) -> None:
     """On the two test rows: share of right classes, share of documents whose first label is right,
     RMSE."""
-    for task, name in (
-        ("classification", "accuracy"),
-        ("multi-label", "precision_at_1"),
-        ("regression", "rmse"),
-    ):
-        data = table(task)
-        learner = linear_learner(data, 2, batch_size=4, seed=0)
-        w = np.random.default_rng(2).normal(size=4 * data.outputs)
-        rows = data.rows(2, test=True)
-        scores, y = data.matrix(rows) @ w.reshape(4, -1), data.targets(rows)
-        expected = (
-            np.sqrt(np.mean((scores - y) ** 2))
-            if task == "regression"
-            else np.mean([y[i, scores[i].argmax()] for i in range(2)])
-        )
-        measures = learner.evaluate(w, learner.initial_theta())
-        assert measures[name] == pytest.approx(expected)
-        assert measures["loss"] == pytest.approx(0.5 * ((scores - y) ** 2).sum() / 2)
+    data = table(task)
+    learner = linear_learner(data, 2, batch_size=4, seed=0)
+    w = np.random.default_rng(2).normal(size=4 * data.outputs)
+    rows = data.rows(2, test=True)
+    scores, y = data.matrix(rows) @ w.reshape(4, -1), data.targets(rows)
+    expected = np.mean([y[i, scores[i].argmax()] for i in range(2)])
+    if task == "regression":
+        expected = np.sqrt(np.mean((scores - y) ** 2))
+    measures = learner.evaluate(w, learner.initial_theta())
+    assert measures[MEASURES[task]] == pytest.approx(expected)
+    assert measures["loss"] == pytest.approx(0.5 * ((scores - y) ** 2).sum() / 2)
 
 
 def test_a_user_without_test_rows_measures_nothing() -> None:
@@ -155,9 +140,7 @@ def test_only_renumbers_users() -> None:
     data = table()
     some = data.only([2, 0])
     assert some.users == ("2", "0")
-    np.testing.assert_array_equal(
-        some.matrix(some.rows(0, test=True)), data.matrix(data.rows(2, test=True))
-    )
-    np.testing.assert_array_equal(
-        some.targets(some.rows(1, test=False)), data.targets(data.rows(0, test=False))
-    )
+    found, expected = some.rows(0, test=True), data.rows(2, test=True)
+    np.testing.assert_array_equal(some.matrix(found), data.matrix(expected))
+    found, expected = some.rows(1, test=False), data.rows(0, test=False)
+    np.testing.assert_array_equal(some.targets(found), data.targets(expected))

@@ -8,6 +8,7 @@ import pytest
 
 from flwr_ppsgd.lab.synthetic import FreshSamples, Synthetic, SyntheticLearner
 from flwr_ppsgd.learner import Minibatches
+from tests.support.toy import Floats
 
 USERS, FEATURES = 400, 12
 PROBLEM = Synthetic.draw(USERS, FEATURES, seed=3)
@@ -50,16 +51,13 @@ def test_every_minibatch_has_size_m_i(rows: int, size: int, expected: int) -> No
 def test_rows_depend_on_seed_user_and_visit_alone() -> None:
     """Two instances agree, and the order in which visits are asked for does not matter."""
     forward, backward = numbered(20, 7), numbered(20, 7)
-    late = {visit: backward.rows(visit).tolist() for visit in reversed(range(1, 10))}
-    assert [forward.rows(visit).tolist() for visit in range(1, 10)] == [
-        late[visit] for visit in range(1, 10)
-    ]
+    late = [backward.rows(visit).tolist() for visit in reversed(range(1, 10))]
+    assert [forward.rows(visit).tolist() for visit in range(1, 10)] == late[::-1]
 
 
 def test_users_and_seeds_draw_different_orders() -> None:
-    orders = set()
-    for seed, user in itertools.product(range(3), range(3)):
-        orders.add(tuple(seen(numbered(50, 10, seed=seed, user=user), 5)))
+    places = itertools.product(range(3), range(3))
+    orders = {tuple(seen(numbered(50, 10, seed=seed, user=user), 5)) for seed, user in places}
     assert len(orders) == 9
 
 
@@ -67,6 +65,12 @@ def test_users_and_seeds_draw_different_orders() -> None:
 def test_no_rows_unequal_rows_and_no_size_are_refused(x: int, y: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"got {x} and {y}, size {size}"):
         Minibatches(np.zeros((x, 2)), np.zeros((y, 1)), size, seed=0, user=0)
+
+
+def check_standard(values: Floats) -> None:
+    """Mean 0 and variance 1, up to five standard errors."""
+    assert abs(values.mean()) < 5 / math.sqrt(values.size)
+    assert abs(values.var() - 1) < 5 * math.sqrt(2 / values.size)
 
 
 def test_users_share_all_but_the_last_five_coordinates() -> None:
@@ -81,10 +85,12 @@ def test_users_share_all_but_the_last_five_coordinates() -> None:
 
 def test_the_common_part_has_a_standard_deviation_of_ten() -> None:
     """θ_0 ~ N(0, 10² I)."""
-    d = 20_000
-    theta = Synthetic.draw(1, d, seed=5).optima[0] / 10
-    assert abs(theta.mean()) < 5 / math.sqrt(d)
-    assert abs(theta.var() - 1) < 5 * math.sqrt(2 / d)
+    check_standard(Synthetic.draw(1, 20_000, seed=5).optima[0] / 10)
+
+
+def test_label_noise_has_a_standard_deviation_of_a_hundredth() -> None:
+    x, y = PROBLEM.batch(7, 1, 20_000)
+    check_standard((y[:, 0] - x @ PROBLEM.optima[7]) / 0.01)
 
 
 def test_features_have_variances_1_over_k() -> None:
@@ -92,22 +98,13 @@ def test_features_have_variances_1_over_k() -> None:
     the others."""
     n = 20_000
     x, _ = PROBLEM.batch(0, 1, n)
-    np.testing.assert_allclose(
-        PROBLEM.variances, [1 / k for k in range(1, FEATURES + 1)], rtol=1e-15
-    )
-    scaled = x * np.sqrt(np.arange(1, FEATURES + 1))
+    k = np.arange(1, FEATURES + 1)
+    np.testing.assert_allclose(PROBLEM.variances, 1 / k, rtol=1e-15)
+    scaled = x * np.sqrt(k)
     second_moments = scaled.T @ scaled / n
     assert (abs(scaled.mean(axis=0)) < 5 / math.sqrt(n)).all()
     assert (abs(np.diag(second_moments) - 1) < 5 * math.sqrt(2 / n)).all()
     assert (abs(second_moments - np.diag(np.diag(second_moments))) < 5 / math.sqrt(n)).all()
-
-
-def test_label_noise_has_a_standard_deviation_of_a_hundredth() -> None:
-    n = 20_000
-    x, y = PROBLEM.batch(7, 1, n)
-    noise = (y[:, 0] - x @ PROBLEM.optima[7]) / 0.01
-    assert abs(noise.mean()) < 5 / math.sqrt(n)
-    assert abs(noise.var() - 1) < 5 * math.sqrt(2 / n)
 
 
 @pytest.mark.parametrize("user", [0, 7])

@@ -71,32 +71,25 @@ def test_a_sum_is_the_mean_times_the_minibatch(loss: Loss) -> None:
     np.testing.assert_allclose(total, ROWS * mean, rtol=1e-14)
 
 
+RIGHT_AND_WRONG = (np.eye(2), np.array([[1.0, 0.0], [1.0, 0.0]]))
+ONE_OF_EACH = (np.ones((2, 1)), np.eye(2))
+SECOND = (np.ones((1, 1)), np.array([[0.0, 1.0]]))
+AMOUNTS = (np.array([[1.0], [2.0]]), np.zeros((2, 1)))
+HALF_RIGHT = {"loss": 2.75, "accuracy": 0.5}
+EVEN = {"loss": (math.log(4 / 3) + math.log(4)) / 2, "accuracy": 0.5}
+
+
 @pytest.mark.parametrize(
     ("loss", "test", "w", "measures"),
     [
         # scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1 + 9)
-        (
-            "squared",
-            (np.eye(2), np.array([[1.0, 0.0], [1.0, 0.0]])),
-            [2.0, 0.0, 0.0, 3.0],
-            {"loss": 2.75, "accuracy": 0.5},
-        ),
+        ("squared", RIGHT_AND_WRONG, [2.0, 0.0, 0.0, 3.0], HALF_RIGHT),
         # chances (3/4, 1/4) for both samples, one of each class
-        (
-            "softmax",
-            (np.ones((2, 1)), np.eye(2)),
-            [math.log(3), 0.0],
-            {"loss": (math.log(4 / 3) + math.log(4)) / 2, "accuracy": 0.5},
-        ),
+        ("softmax", ONE_OF_EACH, [math.log(3), 0.0], EVEN),
         # −ln(e⁰ / (e¹⁰⁰⁰ + e⁰)) = 1000, though the chance itself is below the smallest float
-        (
-            "softmax",
-            (np.ones((1, 1)), np.array([[0.0, 1.0]])),
-            [1000.0, 0.0],
-            {"loss": 1000.0, "accuracy": 0.0},
-        ),
+        ("softmax", SECOND, [1000.0, 0.0], {"loss": 1000.0, "accuracy": 0.0}),
         # one output has no accuracy: (½·4 + ½·16)/2
-        ("squared", (np.array([[1.0], [2.0]]), np.zeros((2, 1))), [2.0], {"loss": 5.0}),
+        ("squared", AMOUNTS, [2.0], {"loss": 5.0}),
     ],
 )
 def test_measures_by_hand(loss: Loss, test: Any, w: list[float], measures: Any) -> None:
@@ -110,7 +103,7 @@ def test_measures_by_hand(loss: Loss, test: Any, w: list[float], measures: Any) 
 def test_large_scores_give_finite_gradients() -> None:
     """Chances (1, 0) against (0, 1) at x = 1: the gradient is (1, −1), whatever the size of the
     scores."""
-    learner = AdditiveLinear(Fixed(np.ones((1, 1)), np.array([[0.0, 1.0]])), 1, 2, "softmax")
+    learner = AdditiveLinear(Fixed(*SECOND), 1, 2, "softmax")
     g_w, _ = learner.gradients(np.array([1e4, 0.0]), np.zeros(2), order("mean"))
     assert g_w.tolist() == [1, -1]
 
