@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tomli_w
 from scipy import sparse
 
+from flwr_ppsgd import Ledger
 from flwr_ppsgd.algorithm import Poisson, Release, Steps, clip
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.engine import EngineSetting
@@ -116,37 +116,27 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
     own = data(tmp_path)
     test = own.parts["test"]
     w = np.random.default_rng(1).normal(size=(own.features, 2, own.outputs))
-    found = fine_tune(own, w, [0.1, 1e9], passes=2)
-    for at, measures in enumerate(found):
+    for at, measures in enumerate(fine_tune(own, w, [0.1, 1e9], passes=2)):
         accuracies = []
         for user in test.measured_users.tolist():
-            theta = np.zeros(w[:, at].shape)
+            v = w[:, at].copy()
             count = int(own.sizes[user])
             for visit in range(1, round(2 * count / 3) + 1):
                 rows = own.offsets[user] + minibatch_rows(own.seed, user, visit, count, 3)
-                x = own.x[rows]
-                residual = x @ (w[:, at] + theta) - own.y[rows]
-                theta -= 0.1 * x.T @ residual / len(rows)
-            y = test.y[test.rows_of(user)]
-            scores = test.x[test.rows_of(user)] @ (w[:, at] + theta)
-            accuracies.append(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
-        assert measures["accuracy"] == pytest.approx(
-            np.average(accuracies, weights=test.sizes[test.measured_users])
-        )
+                v -= 0.1 * own.x[rows].T @ (own.x[rows] @ v - own.y[rows]) / len(rows)
+            rows = test.rows_of(user)
+            right = (test.x[rows] @ v).argmax(axis=1) == test.y[rows].argmax(axis=1)
+            accuracies.append(right.mean())
+        expected = np.average(accuracies, weights=test.sizes[test.measured_users])
+        assert measures["accuracy"] == pytest.approx(expected)
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
-    flat = {
-        **FLAT,
-        "data": str(write(tmp_path)),
-        "step": [0.05, 0.1],
-        "alpha-q": [0.0, 0.3, math.inf],
-    }
-    flat |= {"epsilon": [1.0, 4.0], "baselines": "fine-tuned, fedavg"}
+    lists = {"step": [0.05, 0.1], "alpha-q": [0.0, 0.3, math.inf], "epsilon": [1.0, 4.0]}
+    flat = {**FLAT, **lists, "data": str(write(tmp_path)), "baselines": "fine-tuned, fedavg"}
     del flat["noise-multiplier"]
-    (tmp_path / "grid.toml").write_text(tomli_w.dumps(flat))
-    return Sweep.load(tmp_path / "grid.toml")
+    return Sweep.read(flat, where="here")
 
 
 def test_baselines_stand_beside_the_settings_of_a_sweep(sweep: Sweep) -> None:
@@ -158,11 +148,7 @@ def test_baselines_stand_beside_the_settings_of_a_sweep(sweep: Sweep) -> None:
 
 
 def test_epsilon_becomes_the_noise_that_costs_it(sweep: Sweep) -> None:
-    from flwr_ppsgd import Ledger
-
     training = sweep.base.training
-    spent = []
-    for z in sweep.grid["noise-multiplier"]:
-        release = Release(training.cohort(), 1.0, z)
-        spent.append(Ledger(training.delta).record(release, 6).epsilon())
+    releases = [Release(training.cohort(), 1.0, z) for z in sweep.grid["noise-multiplier"]]
+    spent = [Ledger(training.delta).record(release, 6).epsilon() for release in releases]
     assert spent == pytest.approx([1.0, 4.0], rel=1e-3)

@@ -1,5 +1,6 @@
 """Looking first: trivial answers, leaks, scales."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from tests.support.own_data import load_file, per_user
 
 def rows(**changes: Any) -> PerUser:
     """Two users; the second one's targets are 10 higher. The last row of each is for testing."""
-    values: dict[str, Any] = {
-        "user": np.repeat([0, 1], 4),
-        "x": np.arange(8.0)[:, None],
-        "y": np.array([1.0, 2, 3, 4, 11, 12, 13, 14]),
-        "test": np.tile([False, False, False, True], 2),
-    }
-    return per_user({**values, **changes})
+    user, test = np.repeat([0, 1], 4), np.tile([False, False, False, True], 2)
+    y = np.array([1.0, 2, 3, 4, 11, 12, 13, 14])
+    return per_user({"user": user, "x": np.arange(8.0)[:, None], "y": y, "test": test, **changes})
+
+
+def read_csv(path: Path, header: str, lines: Iterable[str], **options: Any) -> PerUser:
+    path.write_text("\n".join([header, *lines]))
+    return load_file(path, **options)
 
 
 def test_trivial_rmse_is_pooled_over_test_rows() -> None:
@@ -53,10 +55,9 @@ def test_users_with_one_row_are_asked_about() -> None:
 
 def test_a_number_that_never_varies_within_a_user_is_named(tmp_path: Path) -> None:
     """Each user's numbers are scaled by the own mean: what is left of such a column is 0."""
-    path = tmp_path / "schools.csv"
     lines = [f"{row // 5},{row // 5 + 3},{row % 7},{row % 3 + 0.5}" for row in range(20)]
-    path.write_text("user,size,age,y\n" + "\n".join(lines))
-    text = "\n".join(brief_report(load_file(path)))
+    data = read_csv(tmp_path / "schools.csv", "user,size,age,y", lines)
+    text = "\n".join(brief_report(data))
     assert "the same in all rows of each user, so of no use as a number: size (--exclude" in text
 
 
@@ -83,32 +84,27 @@ def test_a_class_without_rows_makes_no_leak() -> None:
 
 def test_words_of_a_file_do_nothing_to_a_terminal(tmp_path: Path) -> None:
     path = tmp_path / "odd.csv"
-    lines = [
-        f'{row // 4},{row % 3},"{"p" if row % 5 else chr(27)}[2J\n{row % 2}"' for row in range(20)
-    ]
-    path.write_text("user,a,y\n" + "\n".join(lines))
-    data = load_file(path)
-    words = load_file(path, target_column="a", task="regression")
-    text = "\n".join([data.describe(), *brief_report(data), words.describe(), *brief_report(words)])
+    words = [f"{'p' if row % 5 else chr(27)}[2J\n{row % 2}" for row in range(20)]
+    lines = [f'{row // 4},{row % 3},"{word}"' for row, word in enumerate(words)]
+    data = read_csv(path, "user,a,y", lines)
+    other = load_file(path, target_column="a", task="regression")
+    text = "\n".join([data.describe(), *brief_report(data), other.describe(), *brief_report(other)])
     assert all(line.isprintable() for line in text.splitlines())
     assert "classification (?[2J 0, ?[2J 1, p[2J 0, p[2J 1)" in text
 
 
 def test_a_leak_is_called_as_in_the_file(tmp_path: Path) -> None:
     """--exclude takes the name of a column, not of one of its words."""
-    path = tmp_path / "answers.csv"
-    lines = [
-        f"{row // 6},{'no' if row % 3 else 'yes'},{row % 7},{row % 3 // 1}" for row in range(30)
-    ]
-    path.write_text("user,answer,age,y\n" + "\n".join(lines).replace(",2\n", ",1\n"))
-    assert suspected_leaks(load_file(path)) == ["column 'answer'"]
+    answers = [(row, "no" if row % 3 else "yes") for row in range(30)]
+    lines = [f"{row // 6},{answer},{row % 7},{min(row % 3, 1)}" for row, answer in answers]
+    data = read_csv(tmp_path / "answers.csv", "user,answer,age,y", lines)
+    assert suspected_leaks(data) == ["column 'answer'"]
 
 
 def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) -> None:
-    path = tmp_path / "films.csv"
     lines = [f"{row % 4},{row // 2},{1990 + row % 30},{row % 2},{row / 10}" for row in range(80)]
-    path.write_text("user,filmId,year,seen,y\n" + "\n".join(lines))
-    data = load_file(path, categorical_columns="seen")
+    path = tmp_path / "films.csv"
+    data = read_csv(path, "user,filmId,year,seen,y", lines, categorical_columns="seen")
     text = data_report(data, replace(scale_own_rows(data), bias=True))
     for part in (
         "features: 'filmId', 'year', 'seen' in 2 columns (0, 1), a constant",

@@ -77,15 +77,9 @@ def test_nothing_that_is_chosen_by_depends_on_test_rows(tmp_path: Path, task: st
 
 def test_a_network_measures_validation_rows_too(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    draw = np.random.default_rng(0)
-    user = np.repeat(np.arange(3), 6)
-    images = {
-        "user": user,
-        "x": draw.normal(size=(18, 784)),
-        "y": np.arange(18) % 2,
-        "test": np.arange(18) % 6 == 5,
-    }
-    np.savez(tmp_path / "images.npz", **images)
+    x = np.random.default_rng(0).normal(size=(18, 784))
+    user, y, test = np.repeat(np.arange(3), 6), np.arange(18) % 2, np.arange(18) % 6 == 5
+    np.savez(tmp_path / "images.npz", user=user, x=x, y=y, test=test)
     rows = swept(tmp_path / "images.npz", model="cnn", rounds=1, **{"evaluate-every": 1})
     assert "accuracy" not in rows[0].measures
     assert {"accuracy", "validation_accuracy"} <= rows[-1].measures.keys()
@@ -101,10 +95,7 @@ def test_a_single_run_sets_nothing_apart(tmp_path: Path) -> None:
 
 def test_rmse_is_that_of_all_rows_together() -> None:
     """One row that misses by 3 and three that miss by 1: √((9 + 3)/4), not a mean of roots."""
-    replies = [
-        {"rmse": 3.0, "loss": 9.0, "num-examples": 1},
-        {"rmse": 1.0, "loss": 1.0, "num-examples": 3},
-    ]
-    found = mean_of(replies)
+    rows = [(3.0, 9.0, 1), (1.0, 1.0, 3)]
+    found = mean_of([{"rmse": e, "loss": loss, "num-examples": n} for e, loss, n in rows])
     assert found["rmse"] == pytest.approx(np.sqrt(3))
     assert found["loss"] == pytest.approx(3)
