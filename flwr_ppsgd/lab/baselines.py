@@ -73,8 +73,9 @@ class LocalStepsEngine(LinearEngine):
                 total += own.T @ residual[samples]  # noqa: PLW2901 - in place
             parts.append((batch, residual))
         if self._publishes:
-            squares = np.array([np.einsum("rc,rc->c", total, total) for total in sums])
-            clipped = self._clipped_steps(squares / self._count**2)
+            norms = [np.einsum("rc,rc->c", total, total) for total in sums]
+            squares = np.array(norms) / self._count**2  # ‖mean gradient‖², users × columns
+            clipped = self._clipped_steps(squares)
             for batch, residual in parts:
                 self._subtract_clipped(target, batch, residual, clipped)
 

@@ -220,7 +220,7 @@ def _train_and_save(experiment: "Experiment", out: Path, engine: EngineName) -> 
     from flwr_ppsgd.lab.outputs import save
 
     if engine is EngineName.flower:
-        flwr_run.run(experiment, out)
+        flwr_run.run_with_flower(experiment, out)
         return False
     train = running.run_as_cohort if engine is EngineName.cohort else running.run
     with screen.progress_bar(transient=True) as progress:

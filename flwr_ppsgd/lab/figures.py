@@ -51,10 +51,10 @@ from flwr_ppsgd.lab.summary import (
     PERSONALIZED,
     ZERO_OUT,
     Summary,
-    at_level,
-    best,
+    best_rows,
     last_rounds,
     levels_of,
+    rows_at_level,
     summarise,
     with_ways,
 )
@@ -343,10 +343,10 @@ def _write_table(path: Path, table: pd.DataFrame) -> None:
     disk.write_text(path, f"# {CAVEAT}\n{rows}")
 
 
-def _curves(found: Summary, candidates: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+def _curve_points(found: Summary, candidates: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """The points of every curve in the order of the legend: the best setting of each way for each
     value of ``by``. ``curve`` is the label of the way."""
-    points = best(candidates, found.measure, ["way", *by]).sort_values(list(by))
+    points = best_rows(candidates, found.measure, ["way", *by]).sort_values(list(by))
     order = {way: float(place) for place, way in enumerate(CURVES)}
     between = points["alpha-q"] / (1 + points["alpha-q"])  # αQ stand where personalized would
     place = points["way"].map(order).fillna(order[PERSONALIZED] + between)
@@ -375,13 +375,13 @@ def figure_1(found: Summary) -> DrawnFigure | None:
     stepped = found.every[found.every["method"] != AUTO]
     if stepped.empty:
         return None
-    points = _curves(found, with_ways(stepped, each_alpha=True), ["level", "round"])
+    points = _curve_points(found, with_ways(stepped, each_alpha=True), ["level", "round"])
     looks = curve_styles(points["way"].unique().tolist())
     levels = levels_of(points) or [0.0]
     figure, panels = _make_panels(len(levels))
     numbers = []
     for panel, level in zip(panels.flat, levels, strict=False):
-        here = at_level(points, level).assign(level=level)
+        here = rows_at_level(points, level).assign(level=level)
         numbers.append(here)
         for way, curve in here.groupby("way", sort=False):
             _draw_curve(panel, curve[curve["round"] > 0], looks[str(way)])
@@ -484,7 +484,7 @@ def _draw_against_epsilon(found: Summary, ends: pd.DataFrame) -> tuple[Figure, A
 
     Local learning, which costs nothing, is a horizontal line.
     """
-    points = _curves(found, ends, ["level"])
+    points = _curve_points(found, ends, ["level"])
     points = points.assign(value=points["reported"], error=points["reported_error"])
     has_cost = points["level"].isna() | (points["level"] > 0)
     points = points[has_cost]

@@ -38,7 +38,7 @@ class FlowerRunError(RuntimeError):
     """Flower reports a run as failed, although ``flwr run`` ended with 0."""
 
 
-def run(experiment: Experiment, out: Path) -> None:
+def run_with_flower(experiment: Experiment, out: Path) -> None:
     """Train under Flower's own simulation engine (Ray), one virtual node for each user.
 
     FlowerRunError if the run failed.

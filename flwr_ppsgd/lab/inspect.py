@@ -17,6 +17,7 @@ from flwr_ppsgd.lab.schema import CATEGORY, NUMBER, Schema
 LOOKED = "chosen by looking at data: not covered"
 SUSPICIOUS = 0.98  # share of the target's variance that one feature explains alone
 ROWS_AT_ONCE = 1 << 14
+TINY = 1e-300  # keeps divisions by 0 out
 FEWEST_ROWS = 20  # to suspect anything
 MOST_LISTED = 40  # columns in the table of scales
 MOST_NAMED = 12
@@ -106,13 +107,15 @@ def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.flo
     means = sums / len(rows)
     total = squares - len(rows) * means**2
     if is_amount:
-        scales = (y**2).sum(axis=0)
-        common = (products**2 / np.maximum(scales, 1e-300)).max(axis=1)
+        scales = np.maximum((y**2).sum(axis=0), TINY)
+        by_output = products**2 / scales
+        common = by_output.max(axis=1)
     else:
         counts = y.sum(axis=0)
         class_means = products / np.maximum(counts, 1)
-        common = (counts * (class_means - means[:, None]) ** 2).sum(axis=1)
-    varies = total > 1e-9 * len(rows) * (means**2 + 1e-300)
+        distances = class_means - means[:, None]
+        common = (counts * distances**2).sum(axis=1)
+    varies = total > 1e-9 * len(rows) * (means**2 + TINY)
     shares = np.zeros(features)
     shares[varies] = common[varies] / total[varies]
     return shares

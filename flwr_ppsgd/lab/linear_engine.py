@@ -64,7 +64,8 @@ class LinearEngine(Engine):
         # Σ_t n_t, d × K
         self._noise: Floats = np.zeros((population.features, population.outputs), self.dtype)
         # everyone's θ_i, one below the other: Σ_i r_i × columns
-        self._starts = [0, *np.cumsum(population.widths).tolist()]
+        ends = np.cumsum(population.widths)
+        self._starts = [0, *ends.tolist()]
         columns = len(settings) * population.outputs
         self._theta: Floats = np.zeros((self._starts[-1], columns), self.dtype)
         if average:  # Σ_t V_t, Σ_t of the noise, and Σ_t t·(θ_t − θ_{t−1})
@@ -88,7 +89,8 @@ class LinearEngine(Engine):
         self._has_noise = bool(self._noise_step.any())
         self._has_theta = bool(personal.any())
         # V has the columns from the first setting that moves w to the last: w is 0 in the others
-        moving = np.flatnonzero(np.repeat(all_move | (shared > 0), outputs))
+        moves = np.repeat(all_move | (shared > 0), outputs)
+        moving = np.flatnonzero(moves)
         self._moving = slice(0, 0)
         if len(moving):
             self._moving = slice(moving[0], moving[-1] + 1)
@@ -141,7 +143,8 @@ class LinearEngine(Engine):
                     moment = self._own_rows(self._theta_moment, int(users[at]))
                     moment -= self.round * gradient
         if self._publishes:
-            self._subtract_clipped(target, batch, residual, self._clipped_steps(squares))
+            clipped = self._clipped_steps(squares)
+            self._subtract_clipped(target, batch, residual, clipped)
 
     def _residual(self, batch: Batch, thetas: Sequence[Floats]) -> Floats:
         """prediction − y at (w, θ_i), divided by m_i if gradients are means: samples × columns."""
@@ -223,13 +226,14 @@ class LinearEngine(Engine):
 
     def w(self, place: int) -> Vector:
         """w of one setting as a flat vector, or its average iterate."""
-        return self._of_setting(self._shared_w(), place)
+        return self._setting_vector(self._shared_w(), place)
 
     def theta(self, place: int, user: int) -> Vector:
         """θ_i of one setting and user as a flat vector, or its average iterate."""
-        return self._of_setting(self.population.basis(user) @ self._personal(user), place)
+        columns = self.population.basis(user) @ self._personal(user)
+        return self._setting_vector(columns, place)
 
-    def _of_setting(self, columns: Floats, place: int) -> Vector:
+    def _setting_vector(self, columns: Floats, place: int) -> Vector:
         by_setting = columns.reshape(len(columns), -1, self.population.outputs)
         return by_setting[:, place].reshape(-1).astype(np.float64)
 
@@ -238,7 +242,8 @@ class LinearEngine(Engine):
         if isinstance(self.population, FreshPopulation) or part not in self.population.parts:
             return {}, np.empty(0)
         rows = self.population.parts[part]
-        place = 1 + list(self.population.parts).index(part)  # among a user's own coordinates
+        parts = list(self.population.parts)
+        place = 1 + parts.index(part)  # among a user's own coordinates
         found: dict[str, list[Vector]] = {}
         for user, common in rows.scores(self._shared_w(), SAMPLES_AT_ONCE):
             scores = common  # the user's rows × columns
@@ -250,7 +255,8 @@ class LinearEngine(Engine):
             for name, values in measures.items():
                 found.setdefault(name, []).append(values)
         by_user = {name: np.array(values) for name, values in found.items()}
-        return by_user, rows.sizes[rows.measured_users].astype(np.float64)
+        sizes = rows.sizes[rows.measured_users]
+        return by_user, sizes.astype(np.float64)
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place; for fresh samples the

@@ -126,11 +126,11 @@ def group_by_user(table: RawTable, schema: Schema, *, impute: str | None = None)
 def _check_columns(table: RawTable, schema: Schema) -> None:
     """ValueError unless the file has the columns of the schema, and no others."""
     listed = [column.name for column in schema.columns]
-    for name in (*schema.special(), *listed):
+    for name in (*schema.special_columns(), *listed):
         if name not in table.columns:
             what = missing_name(name, table.columns, "column")
             raise table.refuse(what, "the schema lists it: take it out, or add it to the file")
-    known = {*schema.special(), *listed, "test"}
+    known = {*schema.special_columns(), *listed, "test"}
     for name in table.columns:
         if name not in known and not table.only_x:
             raise table.refuse(
@@ -153,7 +153,8 @@ def _row_facts(
     labels = schema.enrolled
     if labels is None:
         words, _ = as_texts(values)
-        labels = sorted_labels({word for word in words if word})
+        known = {word for word in words if word}
+        labels = sorted_labels(known)
     places = {label: place for place, label in enumerate(labels)}
     facts = {
         "user": map_texts(values, lambda word: places.get(word, -1), -1),
@@ -206,7 +207,11 @@ def class_numbers(values: Values, classes: Sequence[str]) -> NDArray[np.int64]:
     if np.ndim(values) == 2:
         values = np.asarray(values)[:, 0]
     order = {_plain_label(name): place for place, name in enumerate(classes)}
-    return map_texts(values, lambda word: order.get(_plain_label(word), -1), -1)
+
+    def place_of_class(word: str) -> int:
+        return order.get(_plain_label(word), -1)
+
+    return map_texts(values, place_of_class, -1)
 
 
 def _plain_label(word: str) -> str:
@@ -240,8 +245,12 @@ def _test_marks(table: RawTable, schema: Schema) -> NDArray[np.intp]:
     """1 for test rows, 0 for training rows, −1 for neither; all 0 without a column that says so."""
     if not schema.test:
         return np.zeros(table.rows, dtype=np.intp)
-    values = table.columns[schema.test]
-    return map_texts(values, lambda word: TEST_WORDS.get(_plain_label(word.lower()), -1), -1)
+
+    def mark_of(word: str) -> int:
+        plain = _plain_label(word.lower())
+        return TEST_WORDS.get(plain, -1)
+
+    return map_texts(table.columns[schema.test], mark_of, -1)
 
 
 def _check_rows(

@@ -51,9 +51,11 @@ class NetworkEngine(Engine):
         self._batches = batches
         self._parts = {TEST: tests, "validation": validation}
         self._average = average
-        self._w: Matrix = np.tile(model.initial_w(), (len(settings), 1))  # settings × w
+        w = model.initial_w()
+        theta = model.initial_theta()
+        self._w: Matrix = np.tile(w, (len(settings), 1))  # settings × w
         # settings × users × personal parameters
-        self._thetas: Matrix = np.tile(model.initial_theta(), (len(settings), len(batches), 1))
+        self._thetas: Matrix = np.tile(theta, (len(settings), len(batches), 1))
         if average:  # Σ_t w_t and Σ_t t·(θ_t − θ_{t−1})
             self._w_sum = np.zeros_like(self._w)
             self._theta_moments = np.zeros_like(self._thetas)
@@ -134,7 +136,8 @@ class NetworkEngine(Engine):
             w = self.w(place)
             thetas = self._personal(place)
             for row, user in enumerate(measured):
-                measures = self._model.evaluate(w, thetas[user], self._parts[part][user])
+                rows = self._parts[part][user]
+                measures = self._model.evaluate(w, thetas[user], rows)
                 for name, value in measures.items():
                     if name not in found:
                         found[name] = np.full(shape, np.nan)

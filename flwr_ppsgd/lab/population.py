@@ -156,12 +156,12 @@ class FinitePopulation:
     @property
     def bytes(self) -> int:
         """The memory of the rows, and of the same rows in own coordinates."""
-        given = [self.x, self.y]
-        own = int((self.sizes * self.widths).sum()) * 8
-        for part in self.parts.values():
-            given += [part.x, part.y]
-            own += int((part.sizes * self.widths).sum()) * 8
-        return sum(array_bytes(array) for array in given) + own
+        given = 0
+        own = 0  # float64 numbers in own coordinates
+        for rows in (self.rows, *self.parts.values()):
+            given += array_bytes(rows.x) + array_bytes(rows.y)
+            own += int((rows.sizes * self.widths).sum())
+        return given + 8 * own
 
     def batch(self, users: Indices, visits: Indices, dtype: DType) -> Batch:
         """The minibatches of these users at these visits."""
@@ -169,8 +169,9 @@ class FinitePopulation:
         own = []
         for user, visit in zip(users.tolist(), visits.tolist(), strict=True):
             rows = minibatch_rows(self.seed, user, visit, int(self.sizes[user]), self.batch_size)
+            training, *_ = self.coordinates(user, dtype)
             drawn.append(self.offsets[user] + rows)
-            own.append(self.coordinates(user, dtype)[0].take(rows, axis=0))
+            own.append(training.take(rows, axis=0))
         rows = np.concatenate([*drawn, np.zeros(0, np.intp)])
         x = self.x[rows].astype(dtype, copy=False)
         y = self.y[rows].astype(dtype, copy=False)
@@ -261,7 +262,8 @@ def _inverse_root(gram: Floats) -> Floats:
     Directions whose eigenvalue is a rounding error become zero columns.
     """
     values, vectors = np.linalg.eigh(gram)
-    kept = values > LEAST_EIGENVALUE * max(values[-1], np.finfo(np.float64).tiny)
+    largest = max(values[-1], np.finfo(np.float64).tiny)
+    kept = values > LEAST_EIGENVALUE * largest
     scales = np.zeros_like(values)
     scales[kept] = 1 / np.sqrt(values[kept])
     return np.asarray(vectors * scales)

@@ -69,7 +69,7 @@ class RunOutcome:
 
 def run(experiment: Experiment, on_round: OnRound | None = None) -> RunOutcome:
     """Train in this process, through messages: secret noise, and sums on the grid."""
-    _check_alone(experiment)
+    _refuse_validation_rows(experiment)
     return train_in_process(experiment, on_round)
 
 
@@ -100,7 +100,7 @@ def train_in_process(experiment: Experiment, on_round: OnRound | None = None) ->
 
 def run_on_grid(grid: Grid, experiment: Experiment) -> RunOutcome:
     """Train on any grid."""
-    _check_alone(experiment)
+    _refuse_validation_rows(experiment)
     return _train_on(grid, experiment, experiment.task.learner)
 
 
@@ -174,7 +174,7 @@ def _results_of_recipe(
     return people
 
 
-def _check_alone(experiment: Experiment) -> None:
+def _refuse_validation_rows(experiment: Experiment) -> None:
     """ValueError with validation rows: a single run chooses nothing by them."""
     if experiment.problem.select_on != "test":
         raise ValueError(
@@ -212,7 +212,7 @@ def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Ru
             seeded = replace(training, insecure_seed=secrets.randbits(SEED_BITS))
             experiment = replace(experiment, training=seeded)
         return run(experiment, on_round)
-    _check_alone(experiment)
+    _refuse_validation_rows(experiment)
     account = ServerAccount(Training.of(**{**training.arguments(), **NO_SERVER}))
     release = account.training.release
     rounds = account.plan(training.rounds, 0)  # as many as the budget allows

@@ -93,7 +93,8 @@ def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
         if data.task == "regression":
             y = data.targets(rows)
             centre[user] = y.mean(axis=0)
-            spread = np.sqrt(y.var(axis=0).mean())
+            variance = y.var(axis=0).mean()
+            spread = np.sqrt(variance)
             if spread > ROUND_OFF * np.abs(y).max():
                 unit[user] = spread
     return OwnScale(columns, mean, std, centre, unit)

@@ -207,7 +207,7 @@ class Schema:
             kinds = ["as-is" if kind == "number" else kind for kind in kinds]
         return tuple(kinds)
 
-    def special(self) -> set[str]:
+    def special_columns(self) -> set[str]:
         """Columns that are never features."""
         return {self.user, *self.target, self.test, self.time} - {""}
 

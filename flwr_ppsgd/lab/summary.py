@@ -53,7 +53,7 @@ def frame_of(rows: Iterable[SweepRow]) -> pd.DataFrame:
     return frame
 
 
-def means(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
+def means_over_seeds(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
     """Means over seeds, for each setting and round at which no seed has diverged.
 
     ``value`` and ``error`` are the mean and its standard error; ``reported`` and
@@ -93,7 +93,7 @@ def _with_levels(found: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def best(candidates: pd.DataFrame, measure: str, by: Sequence[str] = ()) -> pd.DataFrame:
+def best_rows(candidates: pd.DataFrame, measure: str, by: Sequence[str] = ()) -> pd.DataFrame:
     """The row with the best value, or one for each value of ``by``; the first of equals."""
     ordered = candidates.assign(badness=badness(measure, 1.0) * candidates["value"])
     ordered = ordered.sort_values(["badness", *SETTING[1:5]], kind="stable").drop(columns="badness")
@@ -102,7 +102,7 @@ def best(candidates: pd.DataFrame, measure: str, by: Sequence[str] = ()) -> pd.D
     return ordered.drop_duplicates(list(by)).sort_values(list(by))
 
 
-def at_level(found: pd.DataFrame, level: float) -> pd.DataFrame:
+def rows_at_level(found: pd.DataFrame, level: float) -> pd.DataFrame:
     """The rows of one noise level, and those of local learning, which has none."""
     return found[(found["level"] == level) | found["level"].isna()]
 
@@ -123,7 +123,7 @@ def with_ways(every: pd.DataFrame, *, each_alpha: bool = False) -> pd.DataFrame:
     """With the column ``way``: local, global, personalized, or the name of another method.
 
     Args:
-        every: from ``means``.
+        every: from ``means_over_seeds``.
         each_alpha: each αQ between the ends is a way of its own.
     """
     alpha = every["alpha-q"]
@@ -142,7 +142,7 @@ def best_table(
     """The best setting for each noise level at the end of training, beside the other ways.
 
     Args:
-        every: from ``means``.
+        every: from ``means_over_seeds``.
         measure: by which settings are compared.
         trivial: the measure without features; None if it is not known.
         alone: the measure of the recipe's models from own rows alone; None if it was not run.
@@ -152,11 +152,11 @@ def best_table(
     candidates = ends[ends["method"] == PPSGD]
     if candidates.empty:  # the recipe was run alone: nothing was chosen
         candidates = ends[ends["method"] == AUTO].assign(**dict.fromkeys(CHOSEN, math.nan))
-    best_ways = best(with_ways(ends), measure, ["way", "level"])
+    best_ways = best_rows(with_ways(ends), measure, ["way", "level"])
     rows = []
     for level in levels_of(candidates):
-        here = at_level(candidates, level)
-        chosen = best(here, measure).iloc[0]
+        here = rows_at_level(candidates, level)
+        chosen = best_rows(here, measure).iloc[0]
         row: dict[str, Any] = {"noise-multiplier": level, EPSILON: here["epsilon"].max()}
         row |= {key: chosen[key] for key in CHOSEN}
         row[measure] = chosen["value"]
@@ -165,7 +165,7 @@ def best_table(
             sign = badness(measure, 1.0)
             row[PEEKED] = sign * (sign * here["reported"]).min()
         row[ERROR] = chosen["reported_error"]
-        reported = at_level(best_ways, level).set_index("way")["reported"]
+        reported = rows_at_level(best_ways, level).set_index("way")["reported"]
         row |= {way: reported.get(way, math.nan) for way in (LOCAL, GLOBAL, PERSONALIZED)}
         row |= {way: reported[way] for way in (*BASELINES, AUTO) if way in reported}
         if alone is not None:
@@ -209,7 +209,7 @@ class Summary:
 
     Args:
         measure: by which settings are compared.
-        every: each setting at each reported round, from ``means``.
+        every: each setting at each reported round, from ``means_over_seeds``.
         table: the best setting for each noise level.
         kind: which ε is meant.
         settings: the number of settings; those that differ only by seed count once.
@@ -327,7 +327,7 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
     recipe = frame[frame["method"] == AUTO]
     if not recipe.empty and LOCAL_PREFIX + tested in recipe:
         alone = float(recipe[LOCAL_PREFIX + tested].mean())
-    every = means(frame, measure)
+    every = means_over_seeds(frame, measure)
     table = best_table(every, measure, best_answer, alone)
     settings = frame.drop_duplicates(SETTING)
     is_paper_epsilon = any(row.paper_epsilon is not None for row in rows)

@@ -113,7 +113,7 @@ def mean_duals(duals: Matrix, weights: Matrix) -> Matrix:
     return np.asarray(own - shared)
 
 
-def candidates(problem: OwnProblem) -> list[Kernel]:
+def candidate_kernels(problem: OwnProblem) -> list[Kernel]:
     """The user's kernels: the linear one, the offset, then RBF kernels of three widths.
 
     RBF kernels need dense columns and 5 to 500 rows that are not all equal.
@@ -343,7 +343,7 @@ def personal_models(problem: OwnProblem, shared: Matrix, variance: Vector) -> di
         alone = Mixture.linear(problem, 0.0 * shared, problem.targets.sum(axis=0))
         return {"": own, LOCAL: alone, SHARED: shared_alone}
     with one_blas_thread():
-        kernels = candidates(problem)
+        kernels = candidate_kernels(problem)
         predictions = problem.predictions(shared)
         fits = [kernel.fit(problem.targets, predictions) for kernel in kernels]
         own = _mix(problem, shared, trust, kernels, fits)

@@ -93,12 +93,12 @@ def torch_client(
         weight_decay=weight_decay,
         task=task,
     )
-    learner_for = _LearnerFor(network, patterns, additive, loaders, learner)
+    learner_for = _TorchLearnerFor(network, patterns, additive, loaders, learner)
     return client_app(learner_for, local_step=local_step, local_steps=local_steps, mods=mods)
 
 
 @dataclass(frozen=True)
-class _LearnerFor:
+class _TorchLearnerFor:
     """A node's learner, made from its context."""
 
     network: Callable[[], nn.Module]

@@ -21,7 +21,7 @@ from flwr_ppsgd.lab.figures import COLOURS, STYLES
 from flwr_ppsgd.lab.measures import measure_of, name_of_measure
 from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.rows import PPSGD, SweepRow
-from flwr_ppsgd.lab.summary import at_level, best, frame_of, levels_of, means
+from flwr_ppsgd.lab.summary import best_rows, frame_of, levels_of, means_over_seeds, rows_at_level
 
 
 def final(directories: Iterable[Path]) -> tuple[str, pd.DataFrame]:
@@ -32,9 +32,9 @@ def final(directories: Iterable[Path]) -> tuple[str, pd.DataFrame]:
     last = max(row.round for row in rows.values())
     ended = [_rounded(row) for row in rows.values() if row.round == last and not row.diverged]
     measure = measure_of(ended[0].measures)
-    every = means(frame_of(ended), measure)
+    every = means_over_seeds(frame_of(ended), measure)
     every = every[every["method"] == PPSGD]
-    return measure, best(every, measure, ["alpha-q", "level"])
+    return measure, best_rows(every, measure, ["alpha-q", "level"])
 
 
 def _rounded(row: SweepRow) -> SweepRow:
@@ -50,7 +50,7 @@ def panel(axes: Axes, title: str, directories: Iterable[Path]) -> None:
     measure, every = final(directories)
     values = sorted(every["alpha-q"].unique())
     for place, level in enumerate(levels_of(every)):
-        here = at_level(every, level).sort_values("alpha-q")
+        here = rows_at_level(every, level).sort_values("alpha-q")
         spent = here["epsilon"].max()
         axes.errorbar(
             [values.index(a) for a in here["alpha-q"]],

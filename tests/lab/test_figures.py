@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from flwr_ppsgd.lab.figures import CURVE_STYLES, curve_styles, draw_sweep, figure_1, figure_2
 from flwr_ppsgd.lab.rows import CAVEAT, PPSGD, GridPoint, SweepRow
-from flwr_ppsgd.lab.summary import best, frame_of, means, summarise
+from flwr_ppsgd.lab.summary import best_rows, frame_of, means_over_seeds, summarise
 
 
 def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:
@@ -57,8 +57,8 @@ ROWS = [
 
 def best_of(rows: Sequence[SweepRow], measure: str = "loss") -> pd.DataFrame:
     """The best of αQ = .3 at z = 1, by round."""
-    every = means(frame_of(rows), measure)
-    return best(every.query("`alpha-q` == 0.3 and level == 1"), measure, ["round"])
+    every = means_over_seeds(frame_of(rows), measure)
+    return best_rows(every.query("`alpha-q` == 0.3 and level == 1"), measure, ["round"])
 
 
 def test_the_step_is_chosen_anew_at_each_round() -> None:
@@ -80,7 +80,7 @@ def test_seeds_are_averaged_before_anything_is_chosen() -> None:
     found = best_of([*lucky, *steady])
     assert found[["step", "value", "seeds"]].to_numpy().tolist() == [[0.2, 4.0, 2]]
     once = [row(0.3, 0.3, 1.0, 5, 0.1), lost(2, step=0.3), only(0.0, step=0.3)]
-    assert 5 not in means(frame_of(once), "loss")["round"].tolist()
+    assert 5 not in means_over_seeds(frame_of(once), "loss")["round"].tolist()
 
 
 def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
@@ -213,9 +213,9 @@ def test_baselines_have_columns_of_their_own() -> None:
         "fine-tuned": ending_row(math.inf, 1.0, 0.7, method="fine-tuned"),
         "fedavg": ending_row(math.inf, 1.0, 0.6, method="fedavg"),
     }
-    (best,) = summarise(list(ends.values())).table.to_dict("records")
+    (best_rows,) = summarise(list(ends.values())).table.to_dict("records")
     accuracies = {name: own.measures["accuracy"] for name, own in ends.items()}
-    assert {name: best[name] for name in ends} == pytest.approx(accuracies)
+    assert {name: best_rows[name] for name in ends} == pytest.approx(accuracies)
 
 
 def test_the_standard_error_is_over_seeds() -> None:

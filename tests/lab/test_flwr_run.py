@@ -27,7 +27,7 @@ def test_a_secure_sum_through_ray_gives_the_plain_w(tmp_path: Path) -> None:
     """Keys and shares live in the nodes' state, which Ray carries from message to message."""
     silent = {**EXPERIMENT.to_flat(), "noise-multiplier": 0.0, "rounds": 2}
     secure = {**silent, "secure-honest": 5, "secure-colluding": 0}
-    flower.run(Experiment.read(secure, "secure"), tmp_path / "out")
+    flower.run_with_flower(Experiment.read(secure, "secure"), tmp_path / "out")
     (by_ray,) = np.load(tmp_path / "out" / "model.npz").values()
     np.testing.assert_array_equal(by_ray.reshape(-1), flat(run(Experiment.read(silent, "plain")).w))
 
@@ -36,7 +36,7 @@ def test_a_run_that_failed_is_reported_as_failed_though_flower_exits_with_0(tmp_
     """A file stands where the ServerApp should make its output directory."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(flower.FlowerRunError, match="finished:failed"):
-        flower.run(EXPERIMENT, tmp_path / "file" / "out")
+        flower.run_with_flower(EXPERIMENT, tmp_path / "file" / "out")
 
 
 def test_flwr_run_at_the_root(tmp_path: Path) -> None:

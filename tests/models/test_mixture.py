@@ -15,7 +15,7 @@ from flwr_ppsgd.models.mixture import (
     LAMBDAS,
     Kernel,
     Mixture,
-    candidates,
+    candidate_kernels,
     mean_duals,
     mixture_weights,
     personal_models,
@@ -51,7 +51,7 @@ def test_personal_models_are_the_recorded_ones(name: str) -> None:
         if len(problem.rows) > 1:
             close(model.weights, recorded_weights.sum(axis=(1, 2)))
             predictions = problem.predictions(shared)
-            for place, kernel in enumerate(candidates(problem)):
+            for place, kernel in enumerate(candidate_kernels(problem)):
                 duals, scores = kernel.fit(problem.targets, predictions)
                 close(scores, golden[f"user{user}_scores"][place])
                 coefficients = kernel.scale * mean_duals(duals, recorded_weights[place])
@@ -91,7 +91,7 @@ def refitted_error(gram: Floats, values: Floats, row: int, ridge: float, interce
 def test_scores_are_those_of_really_leaving_rows_out(task: Task, n: int, width: int) -> None:
     problem = made(task, n, width, numbers=1)
     predictions = problem.predictions(shared_model(problem.columns))
-    kernels = candidates(problem)
+    kernels = candidate_kernels(problem)
     assert len(kernels) == (5 if n >= 5 else 2)
     for kernel in kernels:
         gram = kernel_matrix(problem, kernel)
@@ -115,7 +115,7 @@ def test_predictions_are_the_weighted_mean_of_all_candidates(task: Task, n: int)
     model = personal_models(problem, w, NOISE)[""]
     later = np.random.default_rng(5).normal(size=(6, 3)) + 2
     x, z = whole_rows(problem), problem.scaling(later)
-    kernels = candidates(problem)
+    kernels = candidate_kernels(problem)
     weights = mixture_weights(
         np.array([each.fit(problem.targets, x @ w)[1] for each in kernels]),
         np.array([each.prior for each in kernels]),
@@ -193,13 +193,13 @@ def test_weights_by_hand() -> None:
 def test_kernels_have_names_and_priors() -> None:
     """The prior of the offset falls with the number of rows."""
     problem = made("regression", 20, 3)
-    priors = {kernel.name: kernel.prior for kernel in candidates(problem)}
+    priors = {kernel.name: kernel.prior for kernel in candidate_kernels(problem)}
     assert priors == {"linear": 1, "offset": 0.5, "rbf 0.3": 0.1, "rbf 1.0": 0.1, "rbf 3.0": 0.1}
     model = personal(problem)
     assert list(model.choices) == ["trust", "beta", *priors]
     assert sum(model.weights) == pytest.approx(1)
     for without_rbf in (made("regression", 20, 3, sparse=1), made("regression", 501, 3)):
-        assert [kernel.name for kernel in candidates(without_rbf)] == ["linear", "offset"]
+        assert [kernel.name for kernel in candidate_kernels(without_rbf)] == ["linear", "offset"]
 
 
 @pytest.mark.parametrize("task", TASKS)
