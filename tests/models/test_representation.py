@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,13 +102,13 @@ def test_images_of_any_size_and_brightness_have_features_of_one_length() -> None
     assert RandomConvolution()(np.zeros((0, 784))).shape == (0, 1000)
 
 
-def test_another_seed_gives_other_features() -> None:
+@pytest.mark.parametrize("name", ["random-convolution", "random-fourier"])
+def test_another_seed_gives_other_features(name: str) -> None:
     x = images(2, (14, 14))
-    for name in ("random-convolution", "random-fourier"):
-        one, other = (representation_of(name, seed=seed) for seed in (1, 2))
-        assert one is not None
-        assert other is not None
-        assert not np.allclose(one(x), other(x))
+    one, other = (representation_of(name, seed=seed) for seed in (1, 2))
+    assert one is not None
+    assert other is not None
+    assert not np.allclose(one(x), other(x))
 
 
 def test_fourier_features_are_a_gaussian_kernel_beside_the_columns() -> None:
@@ -172,21 +173,18 @@ def test_images_are_recognised_and_tables_are_not() -> None:
 def image_file(folder: Path, *, flat: bool) -> Path:
     """Three users with eight images each."""
     x = (255 * images(24, (12, 12))).astype(np.uint8)
-    user = np.repeat([0, 1, 2], 8)
-    y = np.tile([0, 1], 12)
-    test = np.tile([False] * 6 + [True] * 2, 3)
+    user, y = np.repeat([0, 1, 2], 8), np.tile([0, 1], 12)
     path = folder / ("flat.npz" if flat else "images.npz")
     shaped = x if flat else x.reshape(-1, 12, 12)
-    np.savez(path, x=shaped, y=y, user=user, test=test)
+    np.savez(path, x=shaped, y=y, user=user, test=np.arange(24) % 8 >= 6)
     return path
 
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_task_sees_the_representation_in_every_engine(tmp_path: Path, flat: bool) -> None:
     path = image_file(tmp_path, flat=flat)
-    problem = Problem(
-        data=str(path), representation="auto", representation_features=40, bias=True, batch_size=6
-    )
+    settings: dict[str, Any] = {"representation": "auto", "representation_features": 40}
+    problem = Problem(data=str(path), bias=True, batch_size=6, **settings)
     data = problem.per_user()
     phi = RandomConvolution(40, 0, data.shape)
     assert data.shape == (12, 12)
@@ -199,30 +197,22 @@ def test_a_task_sees_the_representation_in_every_engine(tmp_path: Path, flat: bo
     whole, _, offsets = data.part(test=False)
     np.testing.assert_array_equal(whole[offsets[1] : offsets[2]], data.matrix(rows))
     assert problem.chosen_representation() == "random-convolution"
-    learner = task_of(problem, 3).learner(1)
-    assert len(learner.initial_theta()) == 41 * 2
-    plain = Problem(data=str(path), representation="none").per_user()
-    assert plain.features == 144
-
-
-class Counted:
-    """The columns themselves, and how many rows each call had."""
-
-    def __init__(self) -> None:
-        self.calls: list[int] = []
-
-    def __call__(self, x: Floats) -> Floats:
-        self.calls.append(len(x))
-        return x
+    assert len(task_of(problem, 3).learner(1).initial_theta()) == 41 * 2
+    assert Problem(data=str(path), representation="none").per_user().features == 144
 
 
 def test_a_representation_is_computed_once_for_each_user(tmp_path: Path) -> None:
-    counted = Counted()
+    calls: list[int] = []
+
+    def counted(x: Floats) -> Floats:
+        calls.append(len(x))
+        return x
+
     data = replace(load_file(image_file(tmp_path, flat=True)), representation=counted)
     first = data.matrix(np.array([0, 9]))
     again = data.matrix(np.array([9, 0, 3]))
     np.testing.assert_array_equal(first, again[[1, 0]])
-    assert [rows for rows in counted.calls if rows > 1] == [8, 8]  # one row tells the width
+    assert [rows for rows in calls if rows > 1] == [8, 8]  # one row tells the width
 
 
 def test_a_representation_is_refused_where_it_does_not_fit(tmp_path: Path) -> None:
