@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,8 @@ from flwr_ppsgd.lab.run import run
 from tests.support.paths import ROOT
 from tests.support.toy import flat
 
-EXPERIMENT = Experiment.load(
-    overrides={
-        "population": 6,
-        "rounds": 3,
-        "insecure-seed": 11,
-        "evaluate-every": 0,
-        "clip-norm": 200.0,
-    }
-)
+FEW: dict[str, Any] = {"population": 6, "rounds": 3, "evaluate-every": 0}
+EXPERIMENT = Experiment.load(overrides={**FEW, "insecure-seed": 11, "clip-norm": 200.0})
 
 
 def test_a_secure_sum_through_ray_gives_the_plain_w(tmp_path: Path) -> None:

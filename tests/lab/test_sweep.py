@@ -27,19 +27,9 @@ from flwr_ppsgd.lab.workers import run_sweep
 from tests.support.own_data import FLAT as OWN_DATA
 from tests.support.own_data import write
 
-FLAT: dict[str, Any] = {
-    "population": 12,
-    "features": 6,
-    "rate": 0.5,
-    "clip-norm": 5.0,
-    "noise-multiplier": [0.0, 2.0],
-    "delta": 1e-4,
-    "step": [0.1, 0.3, 1e8],
-    "alpha-q": [0.0, 0.3, math.inf],
-    "insecure-seed": [1, 2],
-    "rounds": 6,
-    "evaluate-every": 3,
-}
+FLAT: dict[str, Any] = {"population": 12, "features": 6, "rate": 0.5, "clip-norm": 5.0}
+FLAT |= {"delta": 1e-4, "rounds": 6, "evaluate-every": 3, "noise-multiplier": [0.0, 2.0]}
+FLAT |= {"step": [0.1, 0.3, 1e8], "alpha-q": [0.0, 0.3, math.inf], "insecure-seed": [1, 2]}
 GIGABYTE = 10**9
 
 

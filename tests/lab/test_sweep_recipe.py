@@ -29,20 +29,9 @@ from tests.lab.test_sweep import GIGABYTE, in_this_process
 from tests.support.own_data import FLAT, write
 
 PAPER = {key: value for key, value in FLAT.items() if key != "noise-multiplier"}
-MIXED: dict[str, Any] = {
-    **PAPER,
-    "method": ["paper", "auto"],
-    "epsilon": [2.0, 8.0],
-    "alpha-q": [0.0, 0.3, math.inf],
-    "insecure-seed": [1, 2],
-}
-ALONE: dict[str, Any] = {
-    "method": "auto",
-    "delta": 1e-4,
-    "rounds": 3,
-    "epsilon": [2.0, 8.0],
-    "insecure-seed": [1, 2],
-}
+BOTH: dict[str, Any] = {"epsilon": [2.0, 8.0], "insecure-seed": [1, 2]}
+MIXED = {**PAPER, **BOTH, "method": ["paper", "auto"], "alpha-q": [0.0, 0.3, math.inf]}
+ALONE = {**BOTH, "method": "auto", "delta": 1e-4, "rounds": 3}
 
 
 def rows_of(sweep: Sweep, point: GridPoint) -> list[SweepRow]:
