@@ -72,7 +72,7 @@ def show(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def given(values: Mapping[str, Any]) -> dict[str, Any]:
+def typed_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The options that were typed."""
     return {key: value for key, value in values.items() if value is not None}
 
@@ -124,7 +124,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Before training: the noise and rounds that an ε pays for, and what would change them."""
-    typed = given(locals())
+    typed = typed_options(locals())
     from flwr_ppsgd.plan import Plan
     from flwr_ppsgd.settings import override, read_toml, with_keys
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flwr_ppsgd.cli import INTERRUPTED, given, show
+from flwr_ppsgd.cli import INTERRUPTED, show, typed_options
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.experiment import Experiment
@@ -183,11 +183,11 @@ def run(  # noqa: PLR0917 - typer's own way
     from flwr_ppsgd.lab.experiment import Experiment
     from flwr_ppsgd.lab.outputs import check_free, free_directory, read_run
 
-    overrides = given({"data": data})
+    overrides = typed_options({"data": data})
     overrides |= _data_keys(schema=schema, user=user, target=target, task=task)
     overrides |= _data_keys(exclude=exclude, categorical=categorical, impute=impute)
     overrides |= _overrides(settings)
-    overrides |= given({"epsilon": epsilon, "delta": delta, "rounds": rounds})
+    overrides |= typed_options({"epsilon": epsilon, "delta": delta, "rounds": rounds})
     chosen = Experiment.load(experiment, overrides)
     if out is None:
         out = free_directory(experiment.stem if experiment else Path(chosen.problem.data).stem)
@@ -275,7 +275,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
     from flwr_ppsgd.lab.workers import run_sweep
 
     overrides = _data_keys(schema=schema, user=user, target=target) | _overrides(settings)
-    grid = Sweep.load(experiment, overrides | given({"data": data, "delta": delta}))
+    grid = Sweep.load(experiment, overrides | typed_options({"data": data, "delta": delta}))
     limit = _memory_limit(memory)
     if out is None:
         name = "sweep" if data is None else f"{Path(data).stem}-sweep"
@@ -405,7 +405,7 @@ def audit(
 
 def _data_keys(**options: str | None) -> dict[str, Any]:
     """The flat keys of options about a file."""
-    return given({DATA_KEYS[name]: value for name, value in options.items()})
+    return typed_options({DATA_KEYS[name]: value for name, value in options.items()})
 
 
 def _overrides(settings: list[str] | None) -> dict[str, Any]:
